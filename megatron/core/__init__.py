@@ -1,0 +1,1 @@
+"""Model, attention and parallel building blocks, under Megatron's module paths."""
