@@ -1,0 +1,142 @@
+"""What a DSA backend is: four verbs over frozen operands.
+
+Legend: T rows (queries), S keys, H attention heads of this rank, I indexer heads, D head width, V value width,
+K selected keys a row, R rows of one chunk.
+
+``attention.py`` calls the verbs in one order, ``select -> attend -> teacher -> indexer_loss``, and between the last two
+may reduce the target over tensor-parallel ranks. Each verb takes what it needs and a ``Layout`` that says who sees
+what;
+no verb takes flags about packing or parallelism, and none falls back to another backend. Differentiable: ``attend`` in
+its operands, ``indexer_loss`` in the indexer's. ``select`` and ``teacher`` run without gradients.
+
+Scores are ``I[t,s] = sum_i w[t,i] * relu(q[t,i] . k[s])`` with q and k rounded to the configured scoring precision by
+the
+backend's one scoring function, whatever dtype carried them there; w is FP32 and nothing rounds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from ..config import DSAConfig
+    from ..layout import Layout
+
+
+@dataclass(frozen=True, eq=False)
+class IndexerInputs:
+    """Operands of the lightning indexer.
+
+    Attributes:
+        q_TID: queries of this call's rows, any floating dtype.
+        k_SD: keys of all documents of the call, one key head.
+        w_TI: FP32 head weights, already scaled by ``n_heads^-0.5 * head_dim^-0.5``.
+    """
+
+    q_TID: Tensor
+    k_SD: Tensor
+    w_TI: Tensor
+
+    def rows(self, start: int, stop: int) -> IndexerInputs:
+        """The same keys, queried by rows ``[start, stop)``."""
+        return IndexerInputs(self.q_TID[start:stop], self.k_SD, self.w_TI[start:stop])
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionInputs:
+    """Operands of absorbed MLA: every head queries one shared latent key.
+
+    Attributes:
+        q_THD: absorbed queries, ``D = kv_lora_rank + qk_pos_emb_head_dim``.
+        kv_SD: latent keys; their first ``kv_lora_rank`` channels are the values.
+        scale: factor on the logits.
+    """
+
+    q_THD: Tensor
+    kv_SD: Tensor
+    scale: float
+
+
+class TopK(NamedTuple):
+    """Selected keys of each row.
+
+    Attributes:
+        indices_TK: int32 ids, global to the flattened keys, ascending, then -1.
+        length_T: int32, ``min(K, visible keys)``; 0 on padding rows.
+        scores_TK: FP32 index scores of the ids (anything past the length), or None where they were not kept.
+    """
+
+    indices_TK: Tensor
+    length_T: Tensor
+    scores_TK: Tensor | None
+
+    def rows(self, start: int, stop: int) -> TopK:
+        """Rows ``[start, stop)``."""
+        scores = None if self.scores_TK is None else self.scores_TK[start:stop]
+        return TopK(self.indices_TK[start:stop], self.length_T[start:stop], scores)
+
+
+class Attended(NamedTuple):
+    """Result of sparse attention.
+
+    Attributes:
+        out_THV: softmax-weighted values; 0 where a row selects nothing.
+        lse_TH: FP32 natural-log sum of exponentials of the scaled logits; +inf where a row selects nothing.
+    """
+
+    out_THV: Tensor
+    lse_TH: Tensor
+
+
+class TeacherChunk(NamedTuple):
+    """Un-normalized KL targets of some rows: attention probabilities summed over this rank's heads.
+
+    Attributes:
+        rows: half-open range of one tensor-parallel rank's indexer rows.
+        keys: half-open range of keys that the columns are (dense loss), or None where they are the selected keys.
+        target_RN: FP32 ``[tensor-parallel ranks * rows, K or keys]``, rank 0's rows first.
+    """
+
+    rows: tuple[int, int]
+    keys: tuple[int, int] | None
+    target_RN: Tensor
+
+
+class Backend(Protocol):
+    """Kernels of DSA. Built once a layer from the checked configuration."""
+
+    def __init__(self, config: DSAConfig) -> None: ...
+
+    @staticmethod
+    def unsupported(config: DSAConfig, device: torch.device) -> str | None:
+        """Why this backend cannot run ``config`` on ``device`` (option, value, limit, remedy), or None if it can."""
+        ...
+
+    def select(self, indexer: IndexerInputs, layout: Layout, k: int) -> TopK:
+        """The ``k`` best-scored visible keys of each row; ties go to the lowest id."""
+        ...
+
+    def attend(self, attention: AttentionInputs, topk: TopK) -> Attended:
+        """Softmax attention over the selected keys."""
+        ...
+
+    def teacher(
+        self, attention: AttentionInputs, attended: Attended, topk: TopK, layout: Layout, dense: bool
+    ) -> Iterator[TeacherChunk]:
+        """Targets of all rows, in chunks that hold equally many rows of each tensor-parallel rank."""
+        ...
+
+    def indexer_loss(
+        self, indexer: IndexerInputs, target: TeacherChunk, topk: TopK, layout: Layout, dense: bool
+    ) -> Tensor:
+        """FP32 scalar: KL(target || prediction) summed over the given rows, differentiable in ``indexer``.
+
+        ``indexer``, ``topk`` and ``layout`` are those of ``target.rows`` alone, and ``target`` is summed over all
+        heads.
+        """
+        ...

@@ -1,0 +1,236 @@
+"""Who sees what: the one description of packing, context parallelism and row slices.
+
+A ``Layout`` is a tuple of segments over token-major rows. Row ``i`` of a segment sees the keys
+``[key_start, key_start + causal_offset + (i - row_start) + 1)``: a whole document has offset 0, the second zigzag
+chunk of
+a document has the offset of its first token. Keys are numbered over all documents (in padded order where documents are
+padded), whatever rows this rank holds. Rows in no segment are padding: they see nothing.
+
+A ``[b, s]`` batch is ``b`` segments, a packed batch one a document, a zigzag context-parallel shard two a document,
+and a
+row slice (tensor-parallel shard, query chunk) clips segments. Layouts are built from host integers, once a microbatch;
+their device views are cached, so no layer synchronizes the device.
+
+Left out: general attention masks. What a segment cannot say (left padding, prefix LM) is refused at the model's edge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_CACHED_VIEWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Consecutive rows of one document, see the module docstring. Units: rows and keys."""
+
+    row_start: int
+    row_stop: int
+    key_start: int
+    causal_offset: int
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the segment."""
+        return self.row_stop - self.row_start
+
+    @property
+    def key_stop(self) -> int:
+        """End of the keys that the last row sees."""
+        return self.key_start + self.causal_offset + self.num_rows
+
+
+class KernelSegments(NamedTuple):
+    """The layout as variable-length kernels take it: segments that tile the rows, each owning a run of keys.
+
+    Attributes:
+        cu_q: int32 ``[N + 1]`` row offsets; padding rows ride at the end of the segment before them.
+        cu_k: int32 ``[N + 1]`` offsets into the gathered keys.
+        causal_offsets: int32 ``[N]``.
+        key_gather: int64 ids of the gathered keys, or None where the keys already lie so.
+        host_cu_q, host_cu_k: the offsets on the host.
+    """
+
+    cu_q: Tensor
+    cu_k: Tensor
+    causal_offsets: Tensor
+    key_gather: Tensor | None
+    host_cu_q: tuple[int, ...]
+    host_cu_k: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Rows, keys and the segments between them. Hashable; equal layouts share their device views.
+
+    Raises:
+        ValueError: segments overlap, are out of order, are empty, or reach past the rows or keys.
+    """
+
+    num_rows: int
+    num_keys: int
+    segments: tuple[Segment, ...]
+
+    def __post_init__(self) -> None:
+        row = 0
+        for segment in self.segments:
+            if segment.row_start < row or segment.num_rows <= 0:
+                raise ValueError(
+                    f"{segment} overlaps or precedes the segment before it, or is empty; give rows in order."
+                )
+            if segment.key_start < 0 or segment.causal_offset < 0 or segment.key_stop > self.num_keys:
+                raise ValueError(
+                    f"{segment} reads keys outside [0, {self.num_keys}); check its key_start and causal_offset."
+                )
+            row = segment.row_stop
+        if row > self.num_rows:
+            raise ValueError(f"The last segment ends at row {row} of {self.num_rows}; give the layout more rows.")
+
+    @classmethod
+    def causal(cls, batch: int, length: int) -> Layout:
+        """``batch`` documents of ``length`` tokens each, batch-major."""
+        return cls.packed(tuple(range(0, (batch + 1) * length, length)) if length else (0,))
+
+    @classmethod
+    def packed(cls, offsets: Sequence[int], padded_offsets: Sequence[int] | None = None) -> Layout:
+        """Documents at cumulative real lengths ``offsets``, laid out at ``padded_offsets`` (default: no padding)."""
+        return cls.zigzag(offsets, 1, 0, padded_offsets)
+
+    @classmethod
+    def zigzag(
+        cls, offsets: Sequence[int], cp_size: int, cp_rank: int, padded_offsets: Sequence[int] | None = None
+    ) -> Layout:
+        """Rank ``cp_rank``'s shard: chunks ``r`` and ``2 * cp_size - 1 - r`` of each document's ``2 * cp_size`` chunks.
+
+        Raises:
+            ValueError: offsets that do not ascend from 0, or padded lengths that are too short or do not divide.
+        """
+        padded = tuple(offsets if padded_offsets is None else padded_offsets)
+        _check_offsets(tuple(offsets), padded, cp_size, cp_rank)
+        segments, row = [], 0
+        for (start, stop), (key_start, key_stop) in zip(pairwise(offsets), pairwise(padded), strict=True):
+            length, chunk = stop - start, key_stop - key_start
+            chunk, firsts = (chunk, (0,)) if cp_size == 1 else _zigzag_chunks(chunk, cp_size, cp_rank)
+            for first in firsts:
+                rows = min(chunk, length - first)
+                if rows > 0:
+                    segments.append(Segment(row, row + rows, key_start, first))
+                row += chunk
+        return cls(row, padded[-1], tuple(segments))
+
+    def slice_rows(self, start: int, stop: int) -> Layout:
+        """Rows ``[start, stop)`` over the same keys; rows are renumbered from 0."""
+        if not 0 <= start <= stop <= self.num_rows:
+            raise ValueError(f"Rows [{start}, {stop}) were asked of a layout of {self.num_rows}; stay inside it.")
+        clipped = []
+        for s in self.segments:
+            low, high = max(s.row_start, start), min(s.row_stop, stop)
+            if low < high:
+                clipped.append(Segment(low - start, high - start, s.key_start, s.causal_offset + low - s.row_start))
+        return Layout(stop - start, self.num_keys, tuple(clipped))
+
+    @property
+    def num_valid_rows(self) -> int:
+        """Rows that are no padding."""
+        return sum(segment.num_rows for segment in self.segments)
+
+
+def row_bounds(layout: Layout, device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """Each row's visible keys ``[start, end)``: two int32 ``[T]`` tensors, equal on padding rows."""
+    return _row_bounds(layout, torch.device(device))
+
+
+def valid_rows(layout: Layout, device: torch.device | str) -> Tensor:
+    """Bool ``[T]``: which rows are no padding."""
+    return _valid_rows(layout, torch.device(device))
+
+
+def positions(layout: Layout, device: torch.device | str) -> Tensor:
+    """Int64 ``[T]``: position of each row in its document; 0 on padding rows."""
+    return _positions(layout, torch.device(device))
+
+
+def kernel_segments(layout: Layout, device: torch.device | str) -> KernelSegments:
+    """The layout for variable-length kernels; rows of padding before the first segment form one with a single key."""
+    return _kernel_segments(layout, torch.device(device))
+
+
+@lru_cache(maxsize=_CACHED_VIEWS)
+def _row_bounds(layout: Layout, device: torch.device) -> tuple[Tensor, Tensor]:
+    starts = torch.zeros(layout.num_rows, dtype=torch.int32)
+    ends = torch.zeros(layout.num_rows, dtype=torch.int32)
+    for s in layout.segments:
+        starts[s.row_start : s.row_stop] = s.key_start
+        first_end = s.key_start + s.causal_offset + 1
+        ends[s.row_start : s.row_stop] = torch.arange(first_end, first_end + s.num_rows, dtype=torch.int32)
+    return starts.to(device), ends.to(device)
+
+
+@lru_cache(maxsize=_CACHED_VIEWS)
+def _valid_rows(layout: Layout, device: torch.device) -> Tensor:
+    starts, ends = _row_bounds(layout, device)
+    return ends > starts
+
+
+@lru_cache(maxsize=_CACHED_VIEWS)
+def _positions(layout: Layout, device: torch.device) -> Tensor:
+    starts, ends = _row_bounds(layout, device)
+    return (ends - starts - 1).clamp_(min=0).long()
+
+
+@lru_cache(maxsize=_CACHED_VIEWS)
+def _kernel_segments(layout: Layout, device: torch.device) -> KernelSegments:
+    # (first row, first key, keys, causal offset); each entry's rows reach up to the next entry's first row.
+    entries = [(s.row_start, s.key_start, s.key_stop - s.key_start, s.causal_offset) for s in layout.segments]
+    if not entries or entries[0][0] > 0:
+        entries.insert(0, (0, 0, min(1, layout.num_keys), 0))
+    cu_q = (*(entry[0] for entry in entries), layout.num_rows)
+    cu_k = [0]
+    for _, _, keys, _ in entries:
+        cu_k.append(cu_k[-1] + keys)
+    runs = [torch.arange(start, start + keys) for _, start, keys, _ in entries]
+    gather: Tensor | None = torch.cat(runs)
+    in_place = all(start == at for (_, start, _, _), at in zip(entries, cu_k, strict=False))
+    if in_place and cu_k[-1] == layout.num_keys:
+        gather = None
+    return KernelSegments(
+        torch.tensor(cu_q, dtype=torch.int32, device=device),
+        torch.tensor(cu_k, dtype=torch.int32, device=device),
+        torch.tensor([entry[3] for entry in entries], dtype=torch.int32, device=device),
+        None if gather is None else gather.to(device),
+        cu_q,
+        tuple(cu_k),
+    )
+
+
+def _zigzag_chunks(padded_length: int, cp_size: int, cp_rank: int) -> tuple[int, tuple[int, int]]:
+    chunk = padded_length // (2 * cp_size)
+    return chunk, (cp_rank * chunk, (2 * cp_size - 1 - cp_rank) * chunk)
+
+
+def _check_offsets(offsets: tuple[int, ...], padded: tuple[int, ...], cp_size: int, cp_rank: int) -> None:
+    for name, values in (("offsets", offsets), ("padded_offsets", padded)):
+        if not values or values[0] != 0 or any(b < a for a, b in pairwise(values)):
+            raise ValueError(f"{name}={values} must start at 0 and never descend; give cumulative lengths.")
+    if len(offsets) != len(padded):
+        raise ValueError(f"{len(offsets)} offsets but {len(padded)} padded_offsets; give one padded length a document.")
+    if not 0 <= cp_rank < cp_size:
+        raise ValueError(f"cp_rank={cp_rank} is not one of cp_size={cp_size} ranks; use 0 to cp_size - 1.")
+    for (a, b), (pa, pb) in zip(pairwise(offsets), pairwise(padded), strict=True):
+        if b - a > pb - pa:
+            raise ValueError(
+                f"A document of {b - a} tokens has {pb - pa} padded ones; make padded lengths at least real ones."
+            )
+        if cp_size > 1 and (pb - pa) % (2 * cp_size):
+            raise ValueError(
+                f"A document of {pb - pa} padded tokens does not split into 2 * cp_size = {2 * cp_size} chunks; "
+                "pad each document to a multiple of it."
+            )
