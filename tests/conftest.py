@@ -1,0 +1,66 @@
+"""What every test file shares: threads, hypothesis' profile, and what happens to GPU tests on a CPU machine.
+
+GPU tests are deselected, not skipped, where no CUDA device is: a skip reads like a pass in a summary. How many were
+left out, and why, is printed above pytest's last line, also under pytest-xdist (whose workers do the collecting and
+hand the counts over).
+"""
+
+import os
+from collections import Counter
+from typing import Any
+
+# Before torch is imported: two workers with a thread pool each fight for the cores, and child processes inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
+from hypothesis import settings
+
+# Derandomized: a run tells about the change under test, and not about the day's random seed.
+settings.register_profile("suite", deadline=None, derandomize=True, database=None)
+settings.load_profile("suite")
+
+NO_DEVICE = "need a CUDA device and none is here"
+NOT_ASKED = "take minutes and run with -m gpu_long"
+
+_left_out: Counter[str] = Counter()
+
+
+def _reason_to_leave_out(item: pytest.Item, has_device: bool) -> str | None:
+    long = item.get_closest_marker("gpu_long") is not None
+    if not long and item.get_closest_marker("gpu") is None:
+        return None
+    if not has_device:
+        return NO_DEVICE
+    asked = "gpu_long" in (item.config.option.markexpr or "")
+    return NOT_ASKED if long and not asked else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    has_device = torch.cuda.is_available()
+    reasons = [(item, _reason_to_leave_out(item, has_device)) for item in items]
+    _left_out.clear()
+    _left_out.update(reason for _, reason in reasons if reason is not None)
+    deselected = [item for item, reason in reasons if reason is not None]
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
+        items[:] = [item for item, reason in reasons if reason is None]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = dict(_left_out)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    # Every worker collects the whole suite, so each hands over the same counts.
+    counts = getattr(node, "workeroutput", {}).get("left_out", {})
+    _left_out.update({reason: count for reason, count in counts.items() if reason not in _left_out})
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    for reason, count in sorted(_left_out.items()):
+        terminalreporter.write_line(f"{count} tests deselected: they {reason}.")
