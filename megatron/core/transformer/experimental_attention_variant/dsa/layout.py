@@ -138,6 +138,13 @@ class Layout:
         return Layout(stop - start, self.num_keys, tuple(clipped))
 
     @property
+    def key_range(self) -> tuple[int, int]:
+        """Half-open range that holds every key some row sees; ``(0, 0)`` without segments."""
+        if not self.segments:
+            return 0, 0
+        return min(s.key_start for s in self.segments), max(s.key_stop for s in self.segments)
+
+    @property
     def num_valid_rows(self) -> int:
         """Rows that are no padding."""
         return sum(segment.num_rows for segment in self.segments)
@@ -156,6 +163,11 @@ def valid_rows(layout: Layout, device: torch.device | str) -> Tensor:
 def positions(layout: Layout, device: torch.device | str) -> Tensor:
     """Int64 ``[T]``: position of each row in its document; 0 on padding rows."""
     return _positions(layout, torch.device(device))
+
+
+def visible_keys(layout: Layout, device: torch.device | str) -> Tensor:
+    """Bool ``[S]``: which keys some row sees."""
+    return _visible_keys(layout, torch.device(device))
 
 
 def kernel_segments(layout: Layout, device: torch.device | str) -> KernelSegments:
@@ -184,6 +196,14 @@ def _valid_rows(layout: Layout, device: torch.device) -> Tensor:
 def _positions(layout: Layout, device: torch.device) -> Tensor:
     starts, ends = _row_bounds(layout, device)
     return (ends - starts - 1).clamp_(min=0).long()
+
+
+@lru_cache(maxsize=_CACHED_VIEWS)
+def _visible_keys(layout: Layout, device: torch.device) -> Tensor:
+    seen = torch.zeros(layout.num_keys, dtype=torch.bool)
+    for s in layout.segments:
+        seen[s.key_start : s.key_stop] = True
+    return seen.to(device)
 
 
 @lru_cache(maxsize=_CACHED_VIEWS)
