@@ -1,0 +1,90 @@
+"""What one forward pass of one microbatch carries through the layers, as one argument.
+
+Who sees what (layout), where each row stands in its document (positions), the selections that layers share, and the
+side losses. It is made at the model's edge, once, and dies with the pass, so that microbatches in flight and activation
+recompute cannot read each other's state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .index_share import TopKCache
+from .layout import Layout, positions
+from .loss import LossTracker
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardContext:
+    """State of one forward pass.
+
+    Attributes:
+        layout: rows, keys and segments of this rank.
+        positions_T: int64 position of each row in its document.
+        topk_cache: selections shared by layers.
+        losses: side losses of this microbatch.
+    """
+
+    layout: Layout
+    positions_T: Tensor
+    topk_cache: TopKCache
+    losses: LossTracker
+
+    @classmethod
+    def build(
+        cls,
+        batch: int,
+        length: int,
+        packed_seq_params: Any,
+        device: torch.device | str,
+        losses: LossTracker | None = None,
+    ) -> ForwardContext:
+        """Context of ``[batch, length]`` tokens, or of one packed row (``batch`` must be 1 then).
+
+        Raises:
+            ValueError: the packed offsets do not cover the row.
+        """
+        layout = layout_of(batch, length, packed_seq_params)
+        return cls(layout, positions(layout, device), TopKCache(), losses or LossTracker())
+
+
+def layout_of(batch: int, length: int, packed_seq_params: Any) -> Layout:
+    """The layout of a ``[batch, length]`` input."""
+    if packed_seq_params is None:
+        return Layout.causal(batch, length)
+    layout = Layout.packed(packed_seq_params.offsets, packed_seq_params.padded_offsets)
+    if batch != 1 or layout.num_rows != length:
+        raise ValueError(
+            f"packed_seq_params describes one row of {layout.num_rows} tokens, but the input is [{batch}, {length}]: "
+            "flatten the batch into one packed row, and let the offsets reach its end."
+        )
+    return layout
+
+
+class TokenMajor(NamedTuple):
+    """``DSAttention``'s operands, token-major, and the batch size to give its output back in."""
+
+    q_THD: Tensor
+    kv_SD: Tensor
+    x_TC: Tensor
+    q_latent_TR: Tensor
+    batch: int | None
+
+    def restore(self, out_TC: Tensor) -> Tensor:
+        """The output in the layout that the query came in: ``[T, C]``, or Megatron's ``[s, b, C]``."""
+        return out_TC if self.batch is None else out_TC.unflatten(0, (self.batch, -1)).transpose(0, 1)
+
+
+def to_token_major(query: Tensor, key: Tensor, x: Tensor, qr: Tensor) -> TokenMajor:
+    """Megatron's ``[s, b, ...]`` as batch-major rows (a view where ``b`` is 1); token-major operands as they are."""
+    if query.dim() == 3:
+        return TokenMajor(query, _rows(key), _rows(x), _rows(qr), None)
+    return TokenMajor(query.transpose(0, 1).flatten(0, 1), _rows(key), _rows(x), _rows(qr), query.shape[1])
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.dim() == 2 else x.flatten(2).transpose(0, 1).flatten(0, 1)

@@ -1,0 +1,120 @@
+"""Selections that outlive one layer: IndexShare's cache, the recorder and replay.
+
+``TopKCache`` belongs to one forward pass of one microbatch and is passed down as an argument. Layers that own an
+indexer
+put their selection in; layers that reuse one take it out. Activation recompute finds the selection of its own
+microbatch
+there, whatever ran in between, and never selects a second time. Nothing is kept on modules, configs or masks.
+
+``record_topk`` and ``replay_topk`` are for reinforcement learning: the keys that one pass selected are attended to by
+another, in forward, recompute and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Protocol, cast
+
+from torch import nn
+
+from .backends.protocol import TopK
+
+
+class TopKCache:
+    """Selections of one microbatch by layer number (1-based). Scores are dropped: only ids outlive the layer."""
+
+    def __init__(self) -> None:
+        self._selections: dict[int, TopK] = {}
+
+    def get(self, layer_number: int) -> TopK | None:
+        """The selection of ``layer_number``, or None before that layer ran."""
+        return self._selections.get(layer_number)
+
+    def require(self, source_layer: int, layer_number: int) -> TopK:
+        """The selection that ``layer_number`` reuses.
+
+        Raises:
+            ValueError: ``source_layer`` did not run in this pass.
+        """
+        topk = self._selections.get(source_layer)
+        if topk is None:
+            raise ValueError(
+                f"Layer {layer_number} reuses the keys of layer {source_layer}, which did not run in this pass: "
+                "run all layers of a pass with one context, source first."
+            )
+        return topk
+
+    def put(self, layer_number: int, topk: TopK) -> None:
+        """Keep the ids and lengths of ``layer_number``."""
+        self._selections[layer_number] = topk._replace(scores_TK=None)
+
+
+class _Selecting(Protocol):
+    layer_number: int
+    indexer: nn.Module | None
+    recorder: dict[int, TopK] | None
+    replayed: Mapping[int, TopK] | None
+
+
+def selecting_layers(model: nn.Module) -> dict[int, _Selecting]:
+    """The ``DSAttention`` modules of ``model`` that own an indexer, by layer number."""
+    from .attention import DSAttention
+
+    layers = (m for m in model.modules() if isinstance(m, DSAttention) and m.indexer is not None)
+    return {layer.layer_number: cast(_Selecting, layer) for layer in layers}
+
+
+@contextmanager
+def record_topk(model: nn.Module) -> Iterator[dict[int, TopK]]:
+    """Record each layer's selection: yields a mapping from layer number to ``TopK``, filled by forward passes.
+
+    Ids are global to the flattened keys. Layers that reuse a selection hold no entry. A later forward pass replaces an
+    earlier one's entries.
+
+    Raises:
+        ValueError: the model has no DSA layer, or is being recorded already.
+    """
+    layers = _require_layers(model)
+    if any(layer.recorder is not None for layer in layers.values()):
+        raise ValueError("The model's selections are being recorded already: leave that record_topk block first.")
+    record: dict[int, TopK] = {}
+    for layer in layers.values():
+        layer.recorder = record
+    try:
+        yield record
+    finally:
+        for layer in layers.values():
+            layer.recorder = None
+
+
+@contextmanager
+def replay_topk(model: nn.Module, record: Mapping[int, TopK]) -> Iterator[None]:
+    """Attend to the recorded keys instead of selecting: forward passes started in the block use exactly those ids.
+
+    Their backward passes use them too, also after the block and under activation recompute. Indexer losses score the
+    recorded ids.
+
+    Raises:
+        ValueError: the record lacks a layer that selects, or has one that does not.
+    """
+    layers = _require_layers(model)
+    if set(record) != set(layers):
+        raise ValueError(
+            f"The record holds layers {sorted(record)}, but the layers that select are {sorted(layers)}: record with a "
+            "model of the same IndexShare pattern."
+        )
+    for layer in layers.values():
+        layer.replayed = record
+    try:
+        yield
+    finally:
+        for layer in layers.values():
+            layer.replayed = None
+
+
+def _require_layers(model: nn.Module) -> dict[int, _Selecting]:
+    layers = selecting_layers(model)
+    if not layers:
+        raise ValueError("The model has no DSA layer that selects keys: use experimental_attention_variant='dsa'.")
+    return layers
