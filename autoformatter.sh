@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
 python="${PYTHON:-python3}"
-paths=(megatron tests)
+paths=(megatron tests docs)
 [ -d examples ] && paths+=(examples)
 
 case "${1:-}" in
