@@ -1,9 +1,10 @@
 """RoPE and YaRN: one implementation for the main attention and for the DSA indexer.
 
-Tables are made inside the call, from integer positions, in FP32, and only then cast: positions above 256 are not exact in
-BF16, and a module that is cast or sharded in BF16 has no table to lose. The frequencies are therefore a plain attribute,
-copied to each device once, and no buffer. Their arithmetic is FP32 as well (not FP64 rounded once), because that is what
-transformers and the inference engines compute, and one unit in the last place is 0.01 rad at position 131,072.
+Tables are made inside the call, from integer positions, in FP32, and only then cast: positions above 256 are not exact
+in BF16, and a module that is cast or sharded in BF16 has no table to lose. The frequencies are therefore a plain
+attribute, copied to each device once, and no buffer. Their arithmetic is FP32 as well (not FP64 rounded once), because
+that is what transformers and the inference engines compute, and one unit in the last place is 0.01 rad at position
+131,072.
 
 YaRN follows its paper (Peng et al., 2023) in DeepSeek's form: the factor on cos and sin is
 ``g(mscale) / g(mscale_all_dim)`` with ``g(m) = 0.1 m ln(factor) + 1``, and the softmax scale is multiplied by
@@ -61,8 +62,8 @@ class YarnRotaryEmbedding(RotaryEmbedding):
     """YaRN: pairs that turn often keep their frequency, slow pairs are stretched by ``scaling_factor``.
 
     Args:
-        config: ``qk_pos_emb_head_dim``, ``rotary_base``, ``rotary_scaling_factor``, ``original_max_position_embeddings``,
-            ``beta_fast``, ``beta_slow``, ``mscale`` and ``mscale_all_dim`` are read.
+        config: its ``qk_pos_emb_head_dim``, ``rotary_*``, ``original_max_position_embeddings``, ``beta_*`` and
+            ``mscale*`` are read.
     """
 
     def __init__(self, config: MLATransformerConfig) -> None:
@@ -115,8 +116,8 @@ def apply_rotary_pos_emb(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool)
         interleaved: pairs are ``(2 i, 2 i + 1)``; else ``(i, i + rope_dim / 2)``.
 
     Returns:
-        The shape and data type of ``x``. The arithmetic runs in the wider of the two types and is rounded once if that is
-        the tables', so that FP32 tables give an FP32 rotation of BF16 inputs.
+        The shape and data type of ``x``. The arithmetic runs in the wider of the two types: FP32 tables give an FP32
+        rotation of BF16 inputs, rounded once at the end.
     """
     table_shape = (x.shape[0], *[1] * (x.dim() - 2), cos.shape[-1])
     cos, sin = cos.view(table_shape), sin.view(table_shape)
