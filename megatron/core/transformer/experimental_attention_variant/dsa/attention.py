@@ -80,7 +80,7 @@ class DSAttention(nn.Module):
             context = ForwardContext.build(rows.batch or 1, query.shape[0], packed_seq_params, query.device)
         attention = AttentionInputs(rows.q_THD, rows.kv_SD, self.softmax_scale)
         topk, indexer = self._select(rows.x_TC, rows.q_latent_TR, context)
-        attended = self.backend.attend(attention, topk)
+        attended = self.backend.attend(attention, topk, context.layout)
         out_THV = attended.out_THV
         if indexer is not None:
             out_THV = attach_loss(out_THV, self._indexer_loss(indexer, attention, attended, topk, context))

@@ -3,12 +3,11 @@
 Legend: T rows, S keys, H attention heads, I indexer heads, D head width, V value width, K selected keys, N columns of a
 target (K or keys).
 
-The functions state the math (DESIGN of a row: score every visible key, keep the K best, attend to those); the class
-below
-runs them over row chunks, so that memory stays linear in the length. Forward values are FP32 (FP64 if the operands
-are),
-gradients come from autograd. Only selected keys are read by the attention, so what unselected keys hold, NaN included,
-reaches nothing.
+The functions state the math (score every visible key, keep the K best, attend to those) on dense ``[T, S]`` blocks; the
+class below runs them over row chunks that follow the documents, each against the keys that its rows can see, so that
+nothing grows with the square of a batch. Forward values are FP32 (FP64 if the operands are), gradients come from
+autograd. Keys that no row selects are zeroed before the attention reads them, so what they hold, NaN included, reaches
+nothing.
 
 KL(target || prediction) has its log-prediction floored at ``LOG_PREDICTION_FLOOR``, as the kernels do.
 """
@@ -27,7 +26,8 @@ from .layout import Layout, row_bounds, visible_keys
 from .precision import compute_dtype, to_scoring_precision
 
 LOG_PREDICTION_FLOOR = -100.0
-_CHUNK_CELLS = 2**24
+_CHUNK_ROWS = 256
+_CHUNK_CELLS = 2**26
 
 
 def score(indexer: IndexerInputs, relu: bool = True) -> Tensor:
@@ -38,52 +38,42 @@ def score(indexer: IndexerInputs, relu: bool = True) -> Tensor:
     return torch.einsum("ti,tis->ts", indexer.w_TI.to(dtype), logits_TIS)
 
 
-def score_selected(indexer: IndexerInputs, indices_TK: Tensor, relu: bool = True) -> Tensor:
-    """Index scores ``[T, K]`` of the given keys alone (anything where the id is -1)."""
-    dtype = compute_dtype(indexer.q_TID)
-    k_TKD = gather_keys(indexer.k_SD.to(dtype), indices_TK)
-    logits_TIK = torch.einsum("tid,tkd->tik", indexer.q_TID.to(dtype), k_TKD)
-    logits_TIK = logits_TIK.relu() if relu else logits_TIK
-    return torch.einsum("ti,tik->tk", indexer.w_TI.to(dtype), logits_TIK)
-
-
-def select(scores_TS: Tensor, starts_T: Tensor, ends_T: Tensor, k: int) -> TopK:
-    """The ``k`` largest scores in columns ``[start, end)`` of a row; ties to the lowest id; ids ascending, then -1."""
-    columns = torch.arange(scores_TS.shape[1], device=scores_TS.device)
-    visible_TS = (columns >= starts_T[:, None]) & (columns < ends_T[:, None])
+def select(scores_TS: Tensor, visible_TS: Tensor, k: int) -> TopK:
+    """The ``k`` largest visible scores of each row; ties to the lowest id; ids ascending, then -1."""
     # + 0.0 turns -0.0 into 0.0: the two are equal, and some sorts disagree.
     ranked_TS = torch.where(visible_TS, scores_TS + 0.0, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
-    length_T = (ends_T - starts_T).clamp(max=k)
-    kept = ranked_TS[:, :k]
-    past = torch.arange(kept.shape[1], device=kept.device) >= length_T[:, None]
-    kept = kept.masked_fill(past, scores_TS.shape[1]).sort(-1).values
-    scores_TK = scores_TS.gather(1, kept.clamp(max=max(scores_TS.shape[1] - 1, 0))) if kept.numel() else kept.float()
-    kept = kept.masked_fill(past, -1)
-    pad = (0, k - kept.shape[1])
-    return TopK(F.pad(kept, pad, value=-1).int(), length_T.int(), F.pad(scores_TK, pad))
+    length_T, num_keys = visible_TS.sum(-1).clamp(max=k), scores_TS.shape[1]
+    past_TK = torch.arange(min(k, num_keys), device=scores_TS.device) >= length_T[:, None]
+    ids_TK = ranked_TS[:, :k].masked_fill(past_TK, num_keys).sort(dim=-1).values
+    kept_TK = F.pad(scores_TS, (0, 1)).gather(1, ids_TK)
+    pad = (0, k - ids_TK.shape[1])
+    return TopK(F.pad(ids_TK.masked_fill(past_TK, -1), pad, value=-1).int(), length_T.int(), F.pad(kept_TK, pad))
 
 
-def gather_keys(keys_SD: Tensor, indices_TK: Tensor) -> Tensor:
-    """``keys[indices]`` as ``[T, K, D]``, zeros where the id is -1."""
-    rows = F.embedding(indices_TK.long().clamp(min=0), keys_SD)
-    return rows.masked_fill((indices_TK < 0).unsqueeze(-1), 0.0)
+def selected_mask(indices_TK: Tensor, num_keys: int) -> Tensor:
+    """Bool ``[T, S]``: which keys the ids name; -1 names none."""
+    mask = torch.zeros(indices_TK.shape[0], num_keys + 1, dtype=torch.bool, device=indices_TK.device)
+    ids = indices_TK.long()
+    return mask.scatter_(1, ids.masked_fill(ids < 0, num_keys), True)[:, :num_keys]
 
 
-def logits_selected(attention: AttentionInputs, keys_TKD: Tensor) -> Tensor:
-    """Scaled attention logits ``[T, H, K]`` over gathered keys."""
-    return torch.einsum("thd,tkd->thk", attention.q_THD.to(keys_TKD.dtype), keys_TKD) * attention.scale
+def attention_logits(attention: AttentionInputs) -> Tensor:
+    """Scaled logits ``[T, H, S]``, every key, no mask."""
+    dtype = compute_dtype(attention.q_THD)
+    return torch.einsum("thd,sd->ths", attention.q_THD.to(dtype), attention.kv_SD.to(dtype)) * attention.scale
 
 
-def attend(attention: AttentionInputs, indices_TK: Tensor, value_dim: int) -> Attended:
-    """Softmax over the selected keys; values are their first ``value_dim`` channels."""
-    keys_TKD = gather_keys(attention.kv_SD.to(compute_dtype(attention.q_THD)), indices_TK)
-    chosen_T1K = (indices_TK >= 0).unsqueeze(1)
-    empty_T11 = ~chosen_T1K.any(-1, keepdim=True)
-    # An empty row keeps its zero logits, so that its softmax, and thus its gradient, is finite before it is zeroed.
-    logits_THK = logits_selected(attention, keys_TKD).masked_fill(~(chosen_T1K | empty_T11), -torch.inf)
-    weights_THK = logits_THK.softmax(-1) * chosen_T1K
-    out_THV = torch.einsum("thk,tkv->thv", weights_THK, keys_TKD[..., :value_dim])
-    lse_TH = logits_THK.detach().logsumexp(-1).masked_fill(empty_T11.squeeze(-1), torch.inf)
+def attend(attention: AttentionInputs, chosen_TS: Tensor, value_dim: int) -> Attended:
+    """Softmax over the chosen keys; values are their first ``value_dim`` channels."""
+    kv_SD = attention.kv_SD.masked_fill(~chosen_TS.any(0)[:, None], 0.0)
+    chosen_T1S = chosen_TS.unsqueeze(1)
+    empty_T11 = ~chosen_T1S.any(-1, keepdim=True)
+    logits_THS = attention_logits(AttentionInputs(attention.q_THD, kv_SD, attention.scale))
+    # An empty row keeps its logits, so that its softmax, and thus its gradient, is finite before it is zeroed.
+    logits_THS = logits_THS.masked_fill(~(chosen_T1S | empty_T11), -torch.inf)
+    weights_THS = logits_THS.softmax(-1) * chosen_T1S
+    out_THV = torch.einsum("ths,sv->thv", weights_THS, kv_SD[:, :value_dim].to(weights_THS.dtype))
+    lse_TH = logits_THS.detach().logsumexp(-1).masked_fill(empty_T11.squeeze(-1), torch.inf)
     return Attended(out_THV.to(attention.q_THD.dtype), lse_TH)
 
 
@@ -111,19 +101,20 @@ class ReferenceBackend:
     @torch.no_grad()
     def select(self, indexer: IndexerInputs, layout: Layout, k: int) -> TopK:
         parts = []
-        for start, stop in self._chunks(layout.num_rows, layout.num_keys * self.config.n_heads):
+        for start, stop in _chunks(layout, self.config.n_heads):
             rows = layout.slice_rows(start, stop)
-            scores, (starts, ends), first = self._scores(indexer.rows(start, stop), rows)
-            part = select(scores, starts - first, ends - first, k)
-            ids = part.indices_TK + first
-            parts.append(part._replace(indices_TK=ids.masked_fill(part.indices_TK < 0, -1)))
+            keys = rows.key_range
+            part = select(self._scores(indexer.rows(start, stop), rows, keys), _visible(rows, keys, indexer), k)
+            ids = torch.where(part.indices_TK < 0, -1, part.indices_TK + keys[0])
+            parts.append(TopK(ids, part.length_T, part.scores_TK))
         return TopK(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
-    def attend(self, attention: AttentionInputs, topk: TopK) -> Attended:
-        topk, parts = _trim(topk, attention.kv_SD.shape[0]), []
-        for start, stop in self._chunks(topk.indices_TK.shape[0], self._selected_cells(attention, topk)):
-            chunk = AttentionInputs(attention.q_THD[start:stop], attention.kv_SD, attention.scale)
-            parts.append(attend(chunk, topk.indices_TK[start:stop], self.config.kv_lora_rank))
+    def attend(self, attention: AttentionInputs, topk: TopK, layout: Layout) -> Attended:
+        parts = []
+        for start, stop in _chunks(layout, attention.q_THD.shape[1]):
+            keys = layout.slice_rows(start, stop).key_range
+            chosen = selected_mask(_local(topk, (start, stop), keys), keys[1] - keys[0])
+            parts.append(attend(_block(attention, (start, stop), keys), chosen, self.config.kv_lora_rank))
         return Attended(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
     @torch.no_grad()
@@ -132,79 +123,88 @@ class ReferenceBackend:
     ) -> Iterator[TeacherChunk]:
         ranks = self.config.tensor_model_parallel_size
         local = layout.num_rows // ranks
-        cells = attention.q_THD.shape[1] * layout.num_keys if dense else self._selected_cells(attention, topk)
-        for start, stop in self._chunks(local, ranks * cells):
+        for start, stop in _chunks(layout.slice_rows(0, local), attention.q_THD.shape[1] * ranks):
             slices = [(rank * local + start, rank * local + stop) for rank in range(ranks)]
-            keys = _union([layout.slice_rows(*rows).key_range for rows in slices]) if dense else None
-            parts = [self._target(attention, attended, topk, layout, rows, keys) for rows in slices]
-            yield TeacherChunk((start, stop), keys, torch.cat(parts))
+            ranges = [layout.slice_rows(*rows).key_range for rows in slices]
+            if dense:
+                keys = min(low for low, _ in ranges), max(high for _, high in ranges)
+                parts = [self._dense_target(attention, layout, rows, keys) for rows in slices]
+                yield TeacherChunk((start, stop), keys, torch.cat(parts))
+            else:
+                pairs = zip(slices, ranges, strict=True)
+                parts = [self._sparse_target(attention, attended, topk, rows, keys) for rows, keys in pairs]
+                yield TeacherChunk((start, stop), None, torch.cat(parts))
 
     def indexer_loss(
         self, indexer: IndexerInputs, target: TeacherChunk, topk: TopK, layout: Layout, dense: bool
     ) -> Tensor:
-        if not dense:
-            indices_TK = _trim(topk, indexer.k_SD.shape[0]).indices_TK
-            rounded = to_scoring_precision(indexer, self.config.scoring_precision)
-            scores = score_selected(rounded, indices_TK, self.config.scoring_relu)
-            return kl_divergence(target.target_RN[:, : indices_TK.shape[1]], scores, indices_TK >= 0)
-        assert target.keys is not None
-        scores, (starts, ends), first = self._scores(indexer, layout, target.keys)
-        columns = torch.arange(first, first + scores.shape[1], device=scores.device)
-        visible = (columns >= starts[:, None]) & (columns < ends[:, None])
-        return kl_divergence(target.target_RN, scores, visible)
+        keys = layout.key_range if target.keys is None else target.keys
+        scores = self._scores(indexer, layout, keys)
+        if dense:
+            return kl_divergence(target.target_RN, scores, _visible(layout, keys, indexer))
+        ids_TK = _local(topk, (0, layout.num_rows), keys)
+        return kl_divergence(target.target_RN, _pick(scores, ids_TK), ids_TK >= 0)
 
-    def _scores(
-        self, indexer: IndexerInputs, layout: Layout, keys: tuple[int, int] | None = None
-    ) -> tuple[Tensor, tuple[Tensor, Tensor], int]:
-        """Scores of these rows against the keys that any of them can see, the rows' bounds, and the first key."""
-        first, last = keys or layout.key_range
-        k_SD = indexer.k_SD[first:last]
-        # Keys of padding may hold anything, and 0 * NaN is NaN in a gradient.
-        k_SD = k_SD.masked_fill(~visible_keys(layout, k_SD.device)[first:last, None], 0.0)
-        rounded = to_scoring_precision(IndexerInputs(indexer.q_TID, k_SD, indexer.w_TI), self.config.scoring_precision)
-        return score(rounded, self.config.scoring_relu), row_bounds(layout, k_SD.device), first
+    def _scores(self, indexer: IndexerInputs, layout: Layout, keys: tuple[int, int]) -> Tensor:
+        """Scores of these rows against ``keys``, rounded as configured."""
+        k_SD = indexer.k_SD[slice(*keys)]
+        # Keys that no row sees may hold anything, and 0 * NaN is NaN in a gradient.
+        k_SD = k_SD.masked_fill(~visible_keys(layout, k_SD.device)[slice(*keys), None], 0.0)
+        block = IndexerInputs(indexer.q_TID, k_SD, indexer.w_TI)
+        return score(to_scoring_precision(block, self.config.scoring_precision), self.config.scoring_relu)
 
-    def _target(
-        self,
-        attention: AttentionInputs,
-        attended: Attended,
-        topk: TopK,
-        layout: Layout,
-        rows: tuple[int, int],
-        keys: tuple[int, int] | None,
+    @staticmethod
+    def _sparse_target(
+        attention: AttentionInputs, attended: Attended, topk: TopK, rows: tuple[int, int], keys: tuple[int, int]
     ) -> Tensor:
-        """Attention probabilities of ``rows``, summed over this rank's heads, over ``keys`` or the selected keys."""
-        start, stop = rows
-        chunk = AttentionInputs(attention.q_THD[start:stop], attention.kv_SD, attention.scale)
-        kv_SD = attention.kv_SD.to(compute_dtype(attention.q_THD))
-        if keys is None:
-            indices_TK = _trim(topk.rows(start, stop), kv_SD.shape[0]).indices_TK
-            logits = logits_selected(chunk, gather_keys(kv_SD, indices_TK))
-            probabilities = (logits - attended.lse_TH[start:stop].unsqueeze(-1)).exp()
-            target = probabilities.masked_fill((indices_TK < 0).unsqueeze(1), 0.0).sum(1)
-            return F.pad(target, (0, topk.indices_TK.shape[1] - target.shape[1]))
-        starts, ends = row_bounds(layout.slice_rows(start, stop), kv_SD.device)
-        columns = torch.arange(*keys, device=kv_SD.device)
-        visible = ((columns >= starts[:, None]) & (columns < ends[:, None])).unsqueeze(1)
-        logits = torch.einsum("thd,sd->ths", chunk.q_THD.to(kv_SD.dtype), kv_SD[slice(*keys)]) * attention.scale
-        return logits.masked_fill(~visible, -torch.inf).softmax(-1).masked_fill(~visible, 0.0).sum(1)
+        """Probabilities of the selected keys, summed over this rank's heads: ``[rows, K]``."""
+        ids_TK = _local(topk, rows, keys)
+        logits_THS = attention_logits(_block(attention, rows, keys))
+        target_TS = (logits_THS - attended.lse_TH[slice(*rows)].unsqueeze(-1)).exp().sum(1)
+        return _pick(target_TS, ids_TK).masked_fill(ids_TK < 0, 0.0)
 
     @staticmethod
-    def _selected_cells(attention: AttentionInputs, topk: TopK) -> int:
-        _, heads, width = attention.q_THD.shape
-        return topk.indices_TK.shape[1] * (heads + width)
-
-    @staticmethod
-    def _chunks(rows: int, cells_a_row: int) -> Iterator[tuple[int, int]]:
-        step = max(1, _CHUNK_CELLS // max(cells_a_row, 1))
-        for start in range(0, max(rows, 1), step):
-            yield start, min(start + step, rows)
+    def _dense_target(
+        attention: AttentionInputs, layout: Layout, rows: tuple[int, int], keys: tuple[int, int]
+    ) -> Tensor:
+        """Probabilities over all visible keys, summed over this rank's heads: ``[rows, keys]``."""
+        visible_T1S = _visible(layout.slice_rows(*rows), keys, attention).unsqueeze(1)
+        logits_THS = attention_logits(_block(attention, rows, keys)).masked_fill(~visible_T1S, -torch.inf)
+        return logits_THS.softmax(-1).masked_fill(~visible_T1S, 0.0).sum(1)
 
 
-def _trim(topk: TopK, num_keys: int) -> TopK:
-    """Without the columns that ``num_keys`` keys can never fill."""
-    return topk._replace(indices_TK=topk.indices_TK[:, :num_keys])
+def _chunks(layout: Layout, heads: int) -> Iterator[tuple[int, int]]:
+    """Consecutive row ranges, cut where documents end and wherever a chunk would grow too large."""
+    step = max(1, min(_CHUNK_ROWS, _CHUNK_CELLS // max(heads * layout.num_keys, 1)))
+    start = 0
+    for segment in layout.segments:
+        if segment.row_stop - start > step and segment.row_start > start:
+            yield start, segment.row_start
+            start = segment.row_start
+        while segment.row_stop - start > step:
+            yield start, start + step
+            start += step
+    yield start, layout.num_rows
 
 
-def _union(ranges: list[tuple[int, int]]) -> tuple[int, int]:
-    return min(low for low, _ in ranges), max(high for _, high in ranges)
+def _block(attention: AttentionInputs, rows: tuple[int, int], keys: tuple[int, int]) -> AttentionInputs:
+    return AttentionInputs(attention.q_THD[slice(*rows)], attention.kv_SD[slice(*keys)], attention.scale)
+
+
+def _local(topk: TopK, rows: tuple[int, int], keys: tuple[int, int]) -> Tensor:
+    """Selected ids of ``rows``, counted from the first of ``keys``; -1 stays -1."""
+    ids_TK = topk.indices_TK[slice(*rows)]
+    return torch.where(ids_TK < 0, -1, ids_TK - keys[0])
+
+
+def _pick(values_TS: Tensor, ids_TK: Tensor) -> Tensor:
+    """``values[t, ids[t, k]]``; 0 where the id is -1."""
+    return F.pad(values_TS, (1, 0)).gather(1, ids_TK.long() + 1)
+
+
+def _visible(layout: Layout, keys: tuple[int, int], operands: IndexerInputs | AttentionInputs) -> Tensor:
+    """Bool ``[rows, keys]``: which of ``keys`` each row sees."""
+    device = operands.k_SD.device if isinstance(operands, IndexerInputs) else operands.kv_SD.device
+    starts, ends = row_bounds(layout, device)
+    columns = torch.arange(*keys, device=device)
+    return (columns >= starts[:, None]) & (columns < ends[:, None])

@@ -121,7 +121,7 @@ class Backend(Protocol):
         """The ``k`` best-scored visible keys of each row; ties go to the lowest id."""
         ...
 
-    def attend(self, attention: AttentionInputs, topk: TopK) -> Attended:
+    def attend(self, attention: AttentionInputs, topk: TopK, layout: Layout) -> Attended:
         """Softmax attention over the selected keys."""
         ...
 
