@@ -1,0 +1,66 @@
+"""What the user sees while the run goes on: a progress bar on a terminal, plain lines anywhere else.
+
+Everything goes to stderr. Notices of any length pass through here too, so that none of them tears the bar.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from tqdm import tqdm
+
+
+def rate(value: float) -> str:
+    """A number of a few digits: 950, 12.3K, 4.56M."""
+    for unit in ("", "K", "M"):
+        if value < 1000:
+            return f"{value:.3g}{unit}"
+        value /= 1000
+    return f"{value:.3g}G"
+
+
+class Console:
+    """Progress of steps ``first_step`` to ``last_step``."""
+
+    def __init__(self, finished_steps: int, last_step: int, log_interval: int) -> None:
+        self._last_step = last_step
+        self._interval = log_interval
+        self._bar: tqdm | None = None
+        if sys.stderr.isatty():
+            self._bar = tqdm(total=last_step, initial=finished_steps, desc="train", unit="step", dynamic_ncols=True)
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """Show one finished step."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(_figures(record), refresh=False)
+            self._bar.update()
+        elif record["step"] % self._interval == 0 or record["step"] == self._last_step:
+            extra = f", lr {record['lr']:.3g}, grad norm {record['grad_norm']:.3g}"
+            print(f"step {record['step']}/{self._last_step}: {_figures(record)}{extra}", file=sys.stderr, flush=True)
+
+    def say(self, sentence: str) -> None:
+        """Print a notice above the bar."""
+        if self._bar is not None:
+            self._bar.write(sentence, file=sys.stderr)
+        else:
+            print(sentence, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Leave the bar where it stands."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+def _figures(record: Mapping[str, Any]) -> str:
+    parts = [f"LM loss {record['lm_loss']:.4f}"]
+    if record.get("indexer_loss") is not None:
+        parts.append(f"indexer loss {record['indexer_loss']:.4f}")
+    if record.get("dsa_attention_mass") is not None:
+        parts.append(f"mass {record['dsa_attention_mass']:.3f}")
+    parts.append(f"{rate(record['tokens_per_second'])} tokens/s")
+    if record.get("mfu") is not None:
+        parts.append(f"MFU {record['mfu']:.1%}")
+    return ", ".join(parts)
