@@ -1,0 +1,266 @@
+"""Checkpoints by torch.distributed.checkpoint: atomic, inspectable, resumed by name.
+
+    DIR/latest_checkpointed_iteration.txt     the step to resume from, as in Megatron-LM
+    DIR/iter_0000100/                         one checkpoint
+        .metadata, *.distcp                   parameters, buffers, optimizer moments by parameter name, RNG state
+        config.json, run.json                 all flags; step and consumed samples
+
+A save writes into a hidden directory, brings it to the disk, renames it, and only then replaces the file that names
+the latest step. Whenever the process dies, that file names a whole checkpoint. Leftovers of killed saves are
+removed by the next one. A step that is saved again first moves its old checkpoint aside under a name that loading
+also looks for.
+
+The learning-rate schedule, the data and Python's own random numbers have no saved state: the first two are
+functions of the step and of the consumed samples, and nothing draws from the third. Optimizer moments of parameters
+that did not train then are missing and start fresh; moments of parameters that do not train now are ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, TensorStorageMetadata
+
+from megatron.training.config import CheckpointConfig
+from megatron.training.optimizer import load_optimizer_state, optimizer_state, trained_parameters
+
+LATEST = "latest_checkpointed_iteration.txt"
+_UNFINISHED = ".unfinished_"
+_REPLACED = ".replaced"
+_SHOWN_MISMATCHES = 3
+
+
+@dataclass
+class Progress:
+    """How far a run has come."""
+
+    step: int = 0
+    consumed_samples: int = 0
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A whole checkpoint on disk."""
+
+    path: Path
+    progress: Progress
+
+
+def step_directory(root: Path, step: int) -> Path:
+    """Where step ``step`` is saved."""
+    return root / f"iter_{step:07d}"
+
+
+# ---- saving ----
+
+
+def save_checkpoint(
+    root: Path,
+    progress: Progress,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    config: CheckpointConfig,
+    run_config: dict[str, Any],
+) -> Path:
+    """Save atomically (see the module docstring) and return the checkpoint's directory."""
+    root.mkdir(parents=True, exist_ok=True)
+    for leftover in root.glob(f"{_UNFINISHED}*"):
+        shutil.rmtree(leftover)
+    final = step_directory(root, progress.step)
+    unfinished = root / f"{_UNFINISHED}{final.name}"
+    state: dict[str, Any] = {"model": model.state_dict()}
+    if config.save_optim:
+        state["optimizer"] = optimizer_state(model, optimizer)
+    if config.save_rng:
+        state["rng"] = _rng_state()
+    with _single_process_is_meant():
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(unfinished, sync_files=True), no_dist=not _distributed())
+    _write_json(unfinished / "config.json", run_config)
+    _write_json(unfinished / "run.json", asdict(progress) | {"torch": torch.__version__})
+    _sync_directory(unfinished)
+    _publish(unfinished, final)
+    _replace_text(root / LATEST, str(progress.step))
+    return final
+
+
+def _publish(unfinished: Path, final: Path) -> None:
+    replaced = final.with_name(final.name + _REPLACED)
+    if final.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        os.rename(final, replaced)
+    os.rename(unfinished, final)
+    _sync_directory(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(content, file, indent=2)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _replace_text(path: Path, text: str) -> None:
+    unfinished = path.with_name(f".{path.name}.tmp")
+    with unfinished.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)
+    _sync_directory(path.parent)
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+@contextmanager
+def _single_process_is_meant() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield
+
+
+def _rng_state() -> dict[str, Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+# ---- loading ----
+
+
+def find_checkpoint(config: CheckpointConfig) -> Checkpoint | None:
+    """The checkpoint that --load names, or None where there is none and that is allowed.
+
+    Raises:
+        ValueError: the step that was asked for is not there, or a file cannot be read.
+    """
+    assert config.load is not None
+    root = Path(config.load)
+    step = config.ckpt_step if config.ckpt_step is not None else _latest_step(root)
+    if step is None:
+        if config.exit_on_missing_checkpoint:
+            raise ValueError(f"--load {root} holds no checkpoint ({LATEST} is missing): check the path.")
+        return None
+    path = step_directory(root, step)
+    if not path.exists():
+        path = path.with_name(path.name + _REPLACED)
+    if not (path / ".metadata").exists():
+        saved = sorted(int(p.name[5:]) for p in root.glob("iter_*") if p.name[5:].isdigit())
+        raise ValueError(f"{root} holds no checkpoint of step {step}: the steps saved there are {saved or 'none'}.")
+    try:
+        run = json.loads((path / "run.json").read_text(encoding="utf-8"))
+        return Checkpoint(path, Progress(int(run["step"]), int(run["consumed_samples"])))
+    except (OSError, KeyError, ValueError) as error:
+        raise ValueError(f"{path / 'run.json'} cannot be read ({error}): resume from another step.") from None
+
+
+def _latest_step(root: Path) -> int | None:
+    path = root / LATEST
+    if not path.exists():
+        return None
+    text = path.read_text(encoding="utf-8").strip()
+    if not text.isdigit():
+        raise ValueError(f"{path} holds {text!r} instead of a step: write the step to resume from into it.")
+    return int(text)
+
+
+def load_checkpoint(
+    checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, config: CheckpointConfig
+) -> list[str]:
+    """Load into the model, the optimizer and the random number generators what the flags ask for.
+
+    Returns the trained parameters whose optimizer state the checkpoint lacks, and which therefore starts fresh.
+
+    Raises:
+        ValueError: the checkpoint is of another model (the first mismatches are named), or is damaged.
+    """
+    saved = _saved_entries(checkpoint.path)
+    state: dict[str, Any] = {"model": model.state_dict()}
+    _require_same_model(checkpoint.path, saved, state["model"])
+    moments: dict[str, dict[str, Tensor]] = {}
+    if config.load_optim and not config.finetune:
+        moments = state["optimizer"] = _expected_moments(model, saved)
+    if config.load_rng and not config.finetune:
+        state["rng"] = {name: tensor for name, tensor in _rng_state().items() if f"rng.{name}" in saved}
+    _read(checkpoint.path, {name: part for name, part in state.items() if part})
+    load_optimizer_state(model, optimizer, moments)
+    rng = state.get("rng", {})
+    if "cpu" in rng:
+        torch.set_rng_state(rng["cpu"])
+    if "cuda" in rng:
+        torch.cuda.set_rng_state(rng["cuda"])
+    wanted = [] if config.finetune or not config.load_optim else list(trained_parameters(model))
+    return [name for name in wanted if name not in moments]
+
+
+def _read(path: Path, state: STATE_DICT_TYPE) -> None:
+    try:
+        with _single_process_is_meant():
+            dcp.load(state, storage_reader=dcp.FileSystemReader(path), no_dist=not _distributed())
+    except Exception as error:  # torch raises whatever its file reader, unpickler or zip archive met
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(f"Checkpoint {path} is damaged ({reason}): resume from another step.") from error
+
+
+def _saved_entries(path: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of the saved tensors by flattened name."""
+    try:
+        entries = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    except Exception as error:
+        raise ValueError(f"Checkpoint {path} is damaged ({error}): resume from another step.") from error
+    return {name: tuple(entry.size) for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+
+
+def _require_same_model(path: Path, saved: dict[str, tuple[int, ...]], model: dict[str, Tensor]) -> None:
+    there = {name.removeprefix("model."): size for name, size in saved.items() if name.startswith("model.")}
+    here = {name: tuple(tensor.shape) for name, tensor in model.items()}
+    problems = [
+        f"{name} is {list(there[name])} there and {list(here[name])} here"
+        for name in here
+        if name in there and there[name] != here[name]
+    ]
+    problems += [f"{name} is missing there" for name in here if name not in there]
+    problems += [f"{name} exists only there" for name in there if name not in here]
+    if problems:
+        more = len(problems) - _SHOWN_MISMATCHES
+        listed = "; ".join(problems[:_SHOWN_MISMATCHES]) + (f"; and {more} more" if more > 0 else "")
+        raise ValueError(
+            f"Checkpoint {path} is of another model ({listed}): give the model flags it was made with, which "
+            "its config.json lists."
+        )
+
+
+def _expected_moments(model: nn.Module, saved: dict[str, tuple[int, ...]]) -> dict[str, dict[str, Tensor]]:
+    """Empty moments of each trained parameter that the checkpoint has moments of."""
+    moments = {}
+    for name, parameter in trained_parameters(model).items():
+        if f"optimizer.{name}.exp_avg" in saved:
+            moments[name] = {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+                "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+            }
+    return moments
