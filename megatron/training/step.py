@@ -1,0 +1,167 @@
+"""One optimizer step: passes over the micro-batches, clipping, update.
+
+Gradients are sums. Every loss is a sum over rows divided by its normalizer before it is back-propagated, so
+micro-batches simply add up. The normalizer is the loss tokens of the whole step with ``calculate_per_token_loss``;
+otherwise, for the language-model loss, the loss tokens of the micro-batch times the micro-batches, and for the
+indexer's loss, the valid rows of the micro-batch times the micro-batches (the loss mask picks no indexer rows).
+Micro-batches of a step are fetched together, because the first already needs the tokens of all.
+
+The device is synchronized once a step, after the passes: losses and the gradient norm are read together, and checked
+before the weights change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.transformer.experimental_attention_variant.dsa import LossTracker
+from megatron.core.transformer.moe import update_expert_bias
+from megatron.training.compute_params import ComputeParams
+from megatron.training.config import OptimizerConfig
+from megatron.training.data.batch import Batch
+from megatron.training.dsa_health import MassProbe
+from megatron.training.flops import Workload
+from megatron.training.optimizer import clip_gradients, gradient_norm, set_learning_rate, trained_parameters
+
+
+class RunStopped(RuntimeError):
+    """The run cannot go on; the message begins a sentence. Weights have not changed since the last step."""
+
+
+class NonFiniteError(RunStopped):
+    """A loss or gradient that is not finite."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Figures of one step; losses are means over tokens, KL sums means over rows."""
+
+    lm_loss: float
+    indexer_losses: dict[int, float]
+    grad_norm: float
+    attention_mass: dict[int, float]
+
+
+@dataclass
+class Engine:
+    """What steps a model: the model itself (FP32 parameters), its compute copies, its optimizer."""
+
+    model: nn.Module
+    compute: ComputeParams
+    optimizer: torch.optim.Optimizer
+    device: torch.device
+    optimizer_config: OptimizerConfig
+    per_token_loss: bool
+    check_finite: bool
+
+
+@dataclass
+class _Sums:
+    lm_loss: Tensor
+    indexer: dict[int, Tensor] = field(default_factory=dict)
+
+
+def document_lengths(batch: Batch) -> list[int]:
+    """Lengths of the documents (plain batches: of the samples) that rows of the batch can see within."""
+    packed = batch.packed_seq_params
+    if packed is None:
+        return [batch.tokens.shape[1]] * batch.tokens.shape[0]
+    assert packed.offsets is not None
+    return [stop - start for start, stop in zip(packed.offsets, packed.offsets[1:], strict=False)]
+
+
+def workload(batches: Sequence[Batch], topk: int | None) -> Workload:
+    """Tokens and pairs of a step."""
+    return sum((Workload.of(document_lengths(batch), topk) for batch in batches), Workload())
+
+
+def train_step(engine: Engine, batches: Sequence[Batch], rate: float, probe: MassProbe | None = None) -> StepResult:
+    """Train on ``batches``, the micro-batches of one step; ``probe`` measures the first of them.
+
+    Raises:
+        NonFiniteError: see there.
+    """
+    engine.optimizer.zero_grad(set_to_none=True)
+    sums = _run_passes(engine, batches, probe)
+    parameters = list(trained_parameters(engine.model).values())
+    norm = gradient_norm(parameters)
+    result = _read_figures(sums, norm, probe)
+    if engine.check_finite:
+        _require_finite(result)
+    clip_gradients(parameters, engine.optimizer_config.clip_grad, norm)
+    set_learning_rate(engine.optimizer, rate)
+    engine.optimizer.step()
+    update_expert_bias(engine.model)
+    return result
+
+
+def _run_passes(engine: Engine, batches: Sequence[Batch], probe: MassProbe | None) -> _Sums:
+    engine.model.train()
+    sums = _Sums(torch.zeros((), device=engine.device))
+    step_tokens = sum(float(batch.loss_mask.sum()) for batch in batches)
+    with engine.compute.installed():
+        for number, batch in enumerate(batches):
+            lm_normalizer, indexer_normalizer = _normalizers(engine, batch, step_tokens, len(batches))
+            losses = LossTracker(normalizer=indexer_normalizer)
+            with probe.watching(engine.model) if probe is not None and number == 0 else nullcontext():
+                loss = _token_losses(engine, batch, losses) / lm_normalizer
+            loss.backward()
+            engine.compute.accumulate()
+            sums.lm_loss += loss.detach()
+            for layer, kl_sum in losses.kl_sums.items():
+                sums.indexer[layer] = sums.indexer.get(layer, 0.0) + kl_sum / indexer_normalizer
+    return sums
+
+
+def _normalizers(engine: Engine, batch: Batch, step_tokens: float, num_batches: int) -> tuple[float, float]:
+    """Of the language-model loss and of the indexer's, both at least 1."""
+    if engine.per_token_loss:
+        return max(step_tokens, 1.0), max(step_tokens, 1.0)
+    rows = float(sum(document_lengths(batch)))
+    return max(float(batch.loss_mask.sum()), 1.0) * num_batches, max(rows, 1.0) * num_batches
+
+
+def _token_losses(engine: Engine, batch: Batch, losses: LossTracker | None) -> Tensor:
+    """Sum of the losses of the batch's loss tokens."""
+    here = batch.to(engine.device)
+    per_token = engine.model(here.tokens, labels=here.labels, packed_seq_params=here.packed_seq_params, losses=losses)
+    return (per_token * here.loss_mask).sum()
+
+
+def _read_figures(sums: _Sums, norm: Tensor, probe: MassProbe | None) -> StepResult:
+    masses = probe.by_layer if probe is not None else {}
+    figures = [sums.lm_loss, norm, *sums.indexer.values(), *masses.values()]
+    lm_loss, grad_norm, *rest = torch.stack([figure.float() for figure in figures]).tolist()
+    indexer = dict(zip(sums.indexer, rest, strict=False))
+    return StepResult(lm_loss, indexer, grad_norm, dict(zip(masses, rest[len(indexer) :], strict=True)))
+
+
+def _require_finite(result: StepResult) -> None:
+    figures = {"The LM loss": result.lm_loss, "The gradient norm": result.grad_norm}
+    figures |= {f"The indexer loss of layer {layer}": loss for layer, loss in result.indexer_losses.items()}
+    for name, value in figures.items():
+        if not math.isfinite(value):
+            raise NonFiniteError(f"{name} is {value}")
+
+
+@torch.no_grad()
+def evaluate(
+    engine: Engine, batches: Iterable[Batch], probe: MassProbe | None = None
+) -> tuple[float, dict[int, float]]:
+    """Mean loss of the loss tokens of ``batches``, and the attention mass that ``probe`` finds in the first of them."""
+    engine.model.eval()
+    total = torch.zeros((), dtype=torch.float64, device=engine.device)
+    tokens = 0.0
+    with engine.compute.installed():
+        for number, batch in enumerate(batches):
+            with probe.watching(engine.model) if probe is not None and number == 0 else nullcontext():
+                total += _token_losses(engine, batch, None)
+            tokens += float(batch.loss_mask.sum())
+    masses = probe.by_layer if probe is not None else {}
+    return total.item() / max(tokens, 1.0), {layer: mass.item() for layer, mass in masses.items()}

@@ -1,0 +1,154 @@
+"""Checks across configuration classes, and the values that follow from others; all before anything is created.
+
+``complete`` returns a configuration in which every derived value stands: batch sizes, vocabulary, longest position.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+import torch
+
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from megatron.training.arguments import PretrainConfig
+from megatron.training.config import OptimizerConfig, TrainingConfig
+from megatron.training.metrics import wandb_is_installed
+from megatron.training.scheduler import warmup_iters
+from megatron.training.tokenizer import Tokenizer, build_tokenizer
+
+
+def require_single_process(model: MLATransformerConfig, world_size: int) -> None:
+    """The one place that refuses what needs several processes.
+
+    Raises:
+        ValueError: a parallel size or the number of processes is above 1.
+    """
+    for name in ("tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size"):
+        if getattr(model, name) > 1:
+            raise ValueError(
+                f"--{name.replace('_', '-')} is {getattr(model, name)}, but this version trains in a single process: "
+                "leave it at 1."
+            )
+    if world_size > 1:
+        raise ValueError(
+            f"{world_size} processes were started, but this version trains in a single one: use "
+            "torchrun --nproc-per-node 1, or plain python."
+        )
+
+
+def complete(config: PretrainConfig) -> tuple[PretrainConfig, Tokenizer]:
+    """The configuration with derived values filled in, and its tokenizer.
+
+    Raises:
+        ValueError: one sentence about what is missing or contradicts itself.
+    """
+    require_single_process(config.model, int(os.environ.get("WORLD_SIZE", "1")))
+    _require_given(config)
+    data = config.data
+    tokenizer = build_tokenizer(data.tokenizer_type, data.tokenizer_model, config.model.vocab_size)
+    training = _with_batch_sizes(config.training)
+    model = _with_vocabulary(config.model, tokenizer, config)
+    model = _with_positions(model, config)
+    _check_schedule(config.optimizer, training)
+    _check_places(config)
+    return dataclasses.replace(config, training=training, model=model), tokenizer
+
+
+def device_of(config: PretrainConfig) -> torch.device:
+    """Where to run.
+
+    Raises:
+        ValueError: a GPU was asked for and there is none.
+    """
+    wanted = config.distributed.device
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            "--device cuda was given, but PyTorch finds no GPU: use --device cpu, or a CUDA build of PyTorch."
+        )
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def _require_given(config: PretrainConfig) -> None:
+    needed = {
+        "--micro-batch-size": config.training.micro_batch_size,
+        "--train-iters": config.training.train_iters,
+        "--lr": config.optimizer.lr,
+        "--seq-length": config.data.seq_length,
+    }
+    missing = [flag for flag, value in needed.items() if value is None]
+    if missing:
+        raise ValueError(
+            f"{_listed(missing)} {'is' if len(missing) == 1 else 'are'} missing: a run needs each of them."
+        )
+
+
+def _listed(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def _with_batch_sizes(training: TrainingConfig) -> TrainingConfig:
+    micro, total = training.micro_batch_size, training.global_batch_size
+    assert micro is not None
+    if total is not None and total % micro:
+        raise ValueError(
+            f"--global-batch-size {total} is no multiple of --micro-batch-size {micro}: change one of them."
+        )
+    return dataclasses.replace(training, global_batch_size=total or micro)
+
+
+def _with_vocabulary(model: MLATransformerConfig, tokenizer: Tokenizer, config: PretrainConfig) -> MLATransformerConfig:
+    if model.vocab_size is None:
+        return dataclasses.replace(model, vocab_size=tokenizer.vocab_size)
+    if tokenizer.vocab_size > model.vocab_size:
+        raise ValueError(
+            f"--vocab-size {model.vocab_size} is smaller than the {tokenizer.vocab_size} tokens of "
+            f"{config.data.tokenizer_type}: raise it, or name the tokenizer that it was meant for."
+        )
+    return model
+
+
+def _with_positions(model: MLATransformerConfig, config: PretrainConfig) -> MLATransformerConfig:
+    length, longest = config.data.seq_length, model.max_position_embeddings
+    assert length is not None
+    if longest is not None and length > longest:
+        raise ValueError(
+            f"--seq-length {length} exceeds --max-position-embeddings {longest}: shorten the samples or raise the "
+            "limit."
+        )
+    if model.experimental_attention_variant == "dsa":
+        model.dsa_config(seq_length=length)
+    return dataclasses.replace(model, max_position_embeddings=longest or length)
+
+
+def _check_schedule(optimizer: OptimizerConfig, training: TrainingConfig) -> None:
+    assert training.train_iters is not None
+    decay = optimizer.lr_decay_iters or training.train_iters
+    warmup = warmup_iters(optimizer, decay)
+    if warmup >= decay:
+        raise ValueError(
+            f"Warm-up takes {warmup} steps, but the schedule ends after {decay}: shorten --lr-warmup-iters, or raise "
+            "--lr-decay-iters or --train-iters."
+        )
+
+
+def _check_places(config: PretrainConfig) -> None:
+    if config.logging.wandb_project is not None and not wandb_is_installed():
+        raise ValueError(
+            f"--wandb-project {config.logging.wandb_project} needs the wandb package, which is not installed: "
+            "pip install wandb, or drop the flag."
+        )
+    places = {
+        "--save": config.checkpoint.save,
+        "--log-dir": config.logging.log_dir,
+        "--tensorboard-dir": config.logging.tensorboard_dir,
+    }
+    for flag, place in places.items():
+        if place is not None and Path(place).exists() and not Path(place).is_dir():
+            raise ValueError(f"{flag} {place} is a file: give a directory.")
+    if config.checkpoint.load is not None and not Path(config.checkpoint.load).is_dir():
+        if config.checkpoint.load != config.checkpoint.save:
+            raise ValueError(f"--load {config.checkpoint.load} is no directory: check the path.")
