@@ -1,0 +1,64 @@
+"""Train a GPT: ``python -m megatron.training.pretrain_gpt --help``, or the same under torchrun.
+
+Exit codes: 0 done, or stopped as asked; 1 stopped by a loss that is not finite; 2 a command line, data file or
+checkpoint that cannot be used, said in one sentence before anything is created.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from megatron.training.arguments import PROGRAM, PretrainConfig, parse_args
+from megatron.training.config import DistributedConfig
+from megatron.training.trainer import Trainer, prepare
+from megatron.training.validate import complete, device_of
+
+
+@contextmanager
+def process_group(config: DistributedConfig, device: torch.device) -> Iterator[None]:
+    """Join torchrun's group of processes, if it started this one."""
+    if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
+        yield
+        return
+    backend = config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
+    timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
+    torch.distributed.init_process_group(backend, timeout=timeout)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def start(config: PretrainConfig, stack: ExitStack) -> Trainer:
+    """A trainer that is ready to run; ``stack`` ends what the run needs around it.
+
+    Raises:
+        ValueError: one sentence about what cannot be used; nothing has been created.
+    """
+    config, tokenizer = complete(config)
+    device = device_of(config)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    stack.enter_context(process_group(config.distributed, device))
+    return Trainer(prepare(config, tokenizer, device))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    with ExitStack() as stack:
+        try:
+            trainer = start(parse_args(sys.argv[1:] if arguments is None else arguments), stack)
+        except (ValueError, OSError) as error:
+            print(f"{PROGRAM}: {error}", file=sys.stderr)
+            return 2
+        return trainer.run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
