@@ -205,7 +205,8 @@ def preprocess(args: argparse.Namespace, sources: Sequence[Source], tokenizer: T
         for builder in output.builders.values():
             if builder.num_documents == 0:
                 raise ValueError(
-                    f"{builder.path_prefix} would hold no document: give input with UTF-8 text, or change --held-out-one-in."
+                    f"{builder.path_prefix} would hold no document: give input with UTF-8 text, or another "
+                    "--held-out-one-in."
                 )
     report = [f"skipped {output.skipped:,} files that are not UTF-8"] if output.skipped else []
     return report + [
