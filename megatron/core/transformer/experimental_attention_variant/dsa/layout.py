@@ -2,14 +2,12 @@
 
 A ``Layout`` is a tuple of segments over token-major rows. Row ``i`` of a segment sees the keys
 ``[key_start, key_start + causal_offset + (i - row_start) + 1)``: a whole document has offset 0, the second zigzag
-chunk of
-a document has the offset of its first token. Keys are numbered over all documents (in padded order where documents are
-padded), whatever rows this rank holds. Rows in no segment are padding: they see nothing.
+chunk of a document has the offset of its first token. Keys are numbered over all documents (in padded order where
+documents are padded), whatever rows this rank holds. Rows in no segment are padding: they see nothing.
 
 A ``[b, s]`` batch is ``b`` segments, a packed batch one a document, a zigzag context-parallel shard two a document,
-and a
-row slice (tensor-parallel shard, query chunk) clips segments. Layouts are built from host integers, once a microbatch;
-their device views are cached, so no layer synchronizes the device.
+and a row slice (tensor-parallel shard, query chunk) clips segments. Layouts are built from host integers, once a
+microbatch; their device views are cached, so no layer synchronizes the device. The views are shared: read them only.
 
 Left out: general attention masks. What a segment cannot say (left padding, prefix LM) is refused at the model's edge.
 """
@@ -80,6 +78,8 @@ class Layout:
     segments: tuple[Segment, ...]
 
     def __post_init__(self) -> None:
+        if self.num_keys < 0:
+            raise ValueError(f"The layout has {self.num_keys} keys; give it 0 or more.")
         row = 0
         for segment in self.segments:
             if segment.row_start < row or segment.num_rows <= 0:
@@ -175,38 +175,45 @@ def kernel_segments(layout: Layout, device: torch.device | str) -> KernelSegment
     return _kernel_segments(layout, torch.device(device))
 
 
+# The views are made outside inference mode and on a named device: an evaluation, or a model built under another default
+# device, may be the first to ask, and the next training step gets the same tensors.
 @lru_cache(maxsize=_CACHED_VIEWS)
+@torch.inference_mode(False)
 def _row_bounds(layout: Layout, device: torch.device) -> tuple[Tensor, Tensor]:
-    starts = torch.zeros(layout.num_rows, dtype=torch.int32)
-    ends = torch.zeros(layout.num_rows, dtype=torch.int32)
+    starts = torch.zeros(layout.num_rows, dtype=torch.int32, device="cpu")
+    ends = torch.zeros(layout.num_rows, dtype=torch.int32, device="cpu")
     for s in layout.segments:
         starts[s.row_start : s.row_stop] = s.key_start
         first_end = s.key_start + s.causal_offset + 1
-        ends[s.row_start : s.row_stop] = torch.arange(first_end, first_end + s.num_rows, dtype=torch.int32)
+        ends[s.row_start : s.row_stop] = torch.arange(first_end, first_end + s.num_rows, device="cpu")
     return starts.to(device), ends.to(device)
 
 
 @lru_cache(maxsize=_CACHED_VIEWS)
+@torch.inference_mode(False)
 def _valid_rows(layout: Layout, device: torch.device) -> Tensor:
     starts, ends = _row_bounds(layout, device)
     return ends > starts
 
 
 @lru_cache(maxsize=_CACHED_VIEWS)
+@torch.inference_mode(False)
 def _positions(layout: Layout, device: torch.device) -> Tensor:
     starts, ends = _row_bounds(layout, device)
     return (ends - starts - 1).clamp_(min=0).long()
 
 
 @lru_cache(maxsize=_CACHED_VIEWS)
+@torch.inference_mode(False)
 def _visible_keys(layout: Layout, device: torch.device) -> Tensor:
-    seen = torch.zeros(layout.num_keys, dtype=torch.bool)
+    seen = torch.zeros(layout.num_keys, dtype=torch.bool, device="cpu")
     for s in layout.segments:
         seen[s.key_start : s.key_stop] = True
     return seen.to(device)
 
 
 @lru_cache(maxsize=_CACHED_VIEWS)
+@torch.inference_mode(False)
 def _kernel_segments(layout: Layout, device: torch.device) -> KernelSegments:
     # (first row, first key, keys, causal offset); each entry's rows reach up to the next entry's first row.
     entries = [(s.row_start, s.key_start, s.key_stop - s.key_start, s.causal_offset) for s in layout.segments]
@@ -216,7 +223,7 @@ def _kernel_segments(layout: Layout, device: torch.device) -> KernelSegments:
     cu_k = [0]
     for _, _, keys, _ in entries:
         cu_k.append(cu_k[-1] + keys)
-    runs = [torch.arange(start, start + keys) for _, start, keys, _ in entries]
+    runs = [torch.arange(start, start + keys, device="cpu") for _, start, keys, _ in entries]
     gather: Tensor | None = torch.cat(runs)
     in_place = all(start == at for (_, start, _, _), at in zip(entries, cu_k, strict=False))
     if in_place and cu_k[-1] == layout.num_keys:
