@@ -126,8 +126,10 @@ class TransformerConfig:
     """Precision of the indexer's cos/sin tables."""
     dsa_indexer_scoring_precision: Literal["bf16", "fp8", "fp32"] = "bf16"
     """What indexer queries and keys are rounded to when they are scored; fp32 rounds nothing (reference backend)."""
-    dsa_indexer_fp8_scale_format: Literal["ue8m0", "fp32"] = "ue8m0"
-    """Scales of FP8 scoring: powers of two, or plain FP32 (SGLang)."""
+    dsa_indexer_fp8_scale_format: Literal["ue8m0", "fp32", "fp32_k"] = "ue8m0"
+    """Scales of FP8 scoring: powers of two, plain FP32 (SGLang's GLM path), or plain for keys (its DeepSeek path)."""
+    dsa_indexer_fp8_check_finite: bool = False
+    """Stop where an indexer query or key of FP8 scoring is NaN or infinite; waits for the device in every layer."""
     dsa_kernel_backend: str = "none"
     """Kernels of DSA: "none" (plain PyTorch, runs anywhere) or "cudnn" (cuDNN Frontend and FlashMLA, Hopper)."""
 

@@ -15,6 +15,7 @@ from dataclasses import MISSING, dataclass
 from typing import Any, Literal
 
 from .backends import backend_names
+from .quantization import OPERAND_FORMATS
 
 ScoringPrecision = Literal["bf16", "fp8", "fp32"]
 
@@ -55,6 +56,7 @@ class DSAConfig:
     rope_table_dtype: str = "model"
     scoring_precision: ScoringPrecision = "bf16"
     fp8_scale_format: str = "ue8m0"
+    fp8_check_finite: bool = False
     kernel_backend: str = "none"
     tensor_model_parallel_size: int = 1
     context_parallel_size: int = 1
@@ -191,9 +193,9 @@ class DSAConfig:
             raise ValueError(
                 f"dsa_indexer_rope_table_dtype={self.rope_table_dtype!r} is unknown: use 'model' or 'fp32'."
             )
-        if self.fp8_scale_format not in ("ue8m0", "fp32"):
+        if self.fp8_scale_format not in OPERAND_FORMATS:
             raise ValueError(
-                f"dsa_indexer_fp8_scale_format={self.fp8_scale_format!r} is unknown: use 'ue8m0' or 'fp32'."
+                f"dsa_indexer_fp8_scale_format={self.fp8_scale_format!r} is unknown: use 'ue8m0', 'fp32' or 'fp32_k'."
             )
 
     def _check_loss_and_backend(self) -> None:

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .backends.protocol import Attended, AttentionInputs, IndexerInputs, TeacherChunk, TopK
+from .backends.protocol import Attended, AttentionInputs, IndexerInputs, QuantizedInputs, TeacherChunk, TopK
 from .config import DSAConfig
 from .layout import Layout, row_bounds, visible_keys
 from .precision import compute_dtype, to_scoring_precision
@@ -30,8 +30,10 @@ _CHUNK_ROWS = 256
 _CHUNK_CELLS = 2**26
 
 
-def score(indexer: IndexerInputs, relu: bool = True) -> Tensor:
+def score(indexer: IndexerInputs | QuantizedInputs, relu: bool = True) -> Tensor:
     """Index scores ``[T, S]``: ``sum_i w[t,i] * relu(q[t,i] . k[s])``, every key, no mask."""
+    if isinstance(indexer, QuantizedInputs):
+        return score(indexer.codes(), relu) * indexer.k_SD.scale
     dtype = compute_dtype(indexer.q_TID)
     logits_TIS = torch.einsum("tid,sd->tis", indexer.q_TID.to(dtype), indexer.k_SD.to(dtype))
     logits_TIS = logits_TIS.relu() if relu else logits_TIS
@@ -150,8 +152,11 @@ class ReferenceBackend:
         k_SD = indexer.k_SD[slice(*keys)]
         # Keys that no row sees may hold anything, and 0 * NaN is NaN in a gradient.
         k_SD = k_SD.masked_fill(~visible_keys(layout, k_SD.device)[slice(*keys), None], 0.0)
-        block = IndexerInputs(indexer.q_TID, k_SD, indexer.w_TI)
-        return score(to_scoring_precision(block, self.config.scoring_precision), self.config.scoring_relu)
+        block, config = IndexerInputs(indexer.q_TID, k_SD, indexer.w_TI), self.config
+        rounded = to_scoring_precision(
+            block, config.scoring_precision, config.fp8_scale_format, config.fp8_check_finite
+        )
+        return score(rounded, config.scoring_relu)
 
     @staticmethod
     def _sparse_target(

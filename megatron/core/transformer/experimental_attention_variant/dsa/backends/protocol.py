@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..quantization import Quantized
+
 if TYPE_CHECKING:
     from ..config import DSAConfig
     from ..layout import Layout
@@ -45,6 +47,27 @@ class IndexerInputs:
     def rows(self, start: int, stop: int) -> IndexerInputs:
         """The same keys, queried by rows ``[start, stop)``."""
         return IndexerInputs(self.q_TID[start:stop], self.k_SD, self.w_TI[start:stop])
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedInputs:
+    """Operands of the lightning indexer in FP8, as its kernels score them; they carry no gradients.
+
+    A score is ``k_scale[s] * sum_i w[t,i] * relu(q_code[t,i] . k_code[s])``.
+
+    Attributes:
+        q_TID: queries, a scale a head; the scale is in ``w_TI`` already.
+        k_SD: keys, a scale a key.
+        w_TI: FP32 head weights, scaled as those of ``IndexerInputs`` and multiplied by the queries' scales.
+    """
+
+    q_TID: Quantized
+    k_SD: Quantized
+    w_TI: Tensor
+
+    def codes(self) -> IndexerInputs:
+        """The codes as FP32 numbers: operands whose scores lack the keys' scales."""
+        return IndexerInputs(self.q_TID.values.float(), self.k_SD.values.float(), self.w_TI)
 
 
 @dataclass(frozen=True, eq=False)
