@@ -54,6 +54,11 @@ class IndexerKeyNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(hidden_size, dtype=dtype))
         self.eps, self.keep_fp32 = eps, dsa.rope_fp32
 
+    def reset_parameters(self) -> None:
+        """Weight one, bias zero: for parameters that were materialized after construction."""
+        nn.init.ones_(self.weight)
+        nn.init.zeros_(self.bias)
+
     def forward(self, k_TD: Tensor) -> Tensor:
         """Normalize over the last dimension; arithmetic is FP32 (FP64 for FP64 keys)."""
         dtype = compute_dtype(k_TD)
