@@ -67,12 +67,14 @@ class DSAConfig:
     @classmethod
     def from_transformer_config(cls, config: Any, seq_length: int | None = None) -> DSAConfig:
         """Read the fields of a ``TransformerConfig`` (Megatron's names); ``seq_length`` adds the length gates."""
-        values: dict[str, Any] = {"seq_length": seq_length}
+        values: dict[str, Any] = {}
         for name in cls.__dataclass_fields__:
             for source in (f"dsa_indexer_{name}", f"dsa_{name}", name):
                 if hasattr(config, source):
                     values[name] = getattr(config, source)
                     break
+        if seq_length is not None:
+            values["seq_length"] = seq_length
         if isinstance(values.get("topk_freq"), Sequence):
             values["topk_freq"] = tuple(values["topk_freq"])
         for name, field in cls.__dataclass_fields__.items():
@@ -95,13 +97,16 @@ class DSAConfig:
 
     def computes_topk(self, layer_number: int) -> bool:
         """Whether layer ``layer_number`` (1-based) owns an indexer; the others reuse ``source_layer``'s selection."""
-        if isinstance(self.topk_freq, tuple):
+        assert 1 <= layer_number <= self.num_layers, f"layers are 1-based: {layer_number} of {self.num_layers}"
+        if not isinstance(self.topk_freq, int):
             return bool(self.topk_freq[layer_number - 1])
         return max(layer_number - max(self.skip_topk_offset, 1), 0) % self.topk_freq == 0
 
     def source_layer(self, layer_number: int) -> int:
         """The layer (1-based) whose selection layer ``layer_number`` attends to."""
-        return next(n for n in range(layer_number, 0, -1) if self.computes_topk(n))
+        while not self.computes_topk(layer_number):
+            layer_number -= 1
+        return layer_number
 
     def _check_model(self) -> None:
         if not self.multi_latent_attention:
@@ -109,6 +114,13 @@ class DSAConfig:
                 "experimental_attention_variant='dsa' needs multi-latent attention, but multi_latent_attention is "
                 "False: use MLATransformerConfig (--multi-latent-attention)."
             )
+        for name in ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim"):
+            value = getattr(self, name)
+            if value is None or value <= 0:
+                raise ValueError(
+                    f"{name} is {value}, but DSA attends to MLA's latents: use MLATransformerConfig and set it to a "
+                    "positive number."
+                )
         if self.add_bias_linear:
             raise ValueError(
                 "DSA layers have no linear biases, but add_bias_linear is True: set it to False "
@@ -117,8 +129,7 @@ class DSAConfig:
         if self.layernorm_zero_centered_gamma:
             raise ValueError(
                 "layernorm_zero_centered_gamma=True is not supported with DSA: norm weights are plain factors here; "
-                "set "
-                "it to False."
+                "set it to False."
             )
 
     def _check_indexer_shape(self) -> None:
@@ -141,8 +152,7 @@ class DSAConfig:
         if self.skip_topk_offset < 0:
             raise ValueError(
                 f"dsa_indexer_skip_topk_offset={self.skip_topk_offset} is negative: use 0 or the number of first "
-                "layers "
-                "that all select."
+                "layers that all select."
             )
         if isinstance(self.topk_freq, int):
             if self.topk_freq < 1:
@@ -175,14 +185,12 @@ class DSAConfig:
         if self.scoring_precision == "fp32" and self.kernel_backend != "none":
             raise ValueError(
                 "dsa_indexer_scoring_precision='fp32' exists for the reference backend alone, but dsa_kernel_backend "
-                "is "
-                f"{self.kernel_backend!r}: use 'bf16', or dsa_kernel_backend='none'."
+                f"is {self.kernel_backend!r}: use 'bf16', or dsa_kernel_backend='none'."
             )
         if self.scoring_precision == "fp8" and self.kernel_backend != "cudnn":
             raise ValueError(
                 "dsa_indexer_scoring_precision='fp8' needs dsa_kernel_backend='cudnn', but it is "
-                f"{self.kernel_backend!r}: "
-                "set the backend, or score in 'bf16'."
+                f"{self.kernel_backend!r}: set the backend, or score in 'bf16'."
             )
         if self.scoring_precision == "fp8" and self.loss_enabled:
             raise ValueError(
@@ -211,8 +219,7 @@ class DSAConfig:
         if self.use_sparse_loss and self.loss_coeff is None:
             raise ValueError(
                 "dsa_indexer_use_sparse_loss is set without dsa_indexer_loss_coeff: give the coefficient (0 freezes "
-                "the "
-                "indexer), or drop the sparse loss."
+                "the indexer), or drop the sparse loss."
             )
 
     def _check_parallelism(self) -> None:
@@ -225,8 +232,7 @@ class DSAConfig:
         if self.sequence_parallel and tp == 1:
             raise ValueError(
                 "sequence_parallel shards rows over tensor-parallel ranks, but tensor_model_parallel_size is 1: raise "
-                "it, "
-                "or drop sequence_parallel."
+                "it, or drop sequence_parallel."
             )
         if self.num_attention_heads % tp:
             raise ValueError(
