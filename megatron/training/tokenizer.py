@@ -63,8 +63,20 @@ class NullTokenizer:
         self.vocab_size = vocab_size
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The numbers of each text."""
-        return [np.array(text.split(), dtype=np.int64) for text in texts]
+        """The numbers of each text.
+
+        Raises:
+            ValueError: a text holds anything else, or a number that is not below `vocab_size`.
+        """
+        return [np.array([self._number(word) for word in text.split()], dtype=np.int64) for text in texts]
+
+    def _number(self, word: str) -> int:
+        if not (word.isascii() and word.isdigit() and int(word) < self.vocab_size):
+            raise ValueError(
+                f"NullTokenizer got {word!r}, but it takes whole numbers from 0 to {self.vocab_size - 1} with spaces "
+                "between them: raise --vocab-size, or choose a tokenizer for text."
+            )
+        return int(word)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The numbers with spaces between them."""
@@ -98,7 +110,8 @@ class HuggingFaceTokenizer:
         try:
             self._backend: Any = Backend.from_file(str(file))
         except Exception as error:  # the package raises bare Exception
-            raise ValueError(f"{file} cannot be read as a tokenizer.json ({error}): download it again.") from error
+            reason = str(error).replace(". ", ", ")
+            raise ValueError(f"{file} cannot be read as a tokenizer.json ({reason}): download it again.") from error
         # Lengths that the file may fix for inference would cut documents off, or fill them up.
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -106,10 +119,7 @@ class HuggingFaceTokenizer:
         self.eod: int = self._find_eod(file)
 
     def _find_eod(self, file: Path) -> int:
-        config = file.with_name("tokenizer_config.json")
-        named = json.loads(config.read_text(encoding="utf-8")).get("eos_token") if config.is_file() else None
-        if isinstance(named, dict):
-            named = named.get("content")
+        named = _named_eod(file.with_name("tokenizer_config.json"))
         for name in END_TOKENS if named is None else (named,):
             number = self._backend.token_to_id(name)
             if number is not None:
@@ -127,6 +137,17 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, special tokens left out."""
         return str(self._backend.decode([int(token) for token in ids], skip_special_tokens=True))
+
+
+def _named_eod(config: Path) -> str | None:
+    if not config.is_file():
+        return None
+    try:
+        named = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
+    except (AttributeError, ValueError) as error:
+        raise ValueError(f"{config} is no JSON object: download it again, or remove it.") from error
+    # Newer files hold the text, older ones an object that holds it.
+    return named.get("content") if isinstance(named, dict) else named
 
 
 def build_tokenizer(tokenizer_type: str, tokenizer_model: str | None, vocab_size: int | None = None) -> Tokenizer:

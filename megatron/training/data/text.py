@@ -57,7 +57,11 @@ def standard_library() -> list[Source]:
         ValueError: this Python comes without them.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    sources = [source for source in _below(root, "**/*.py") if not _NOT_STDLIB.intersection(source.name.split("/"))]
+    paths = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in _NOT_STDLIB]  # not even looked into: some are huge
+        paths += [Path(folder, name) for name in files if name.endswith(".py")]
+    sources = _named(root, paths)
     if not sources:
         raise ValueError(f"{root} holds no .py files, so this Python has no library text: give files with --input.")
     return sources
@@ -91,6 +95,10 @@ def _below(root: Path, glob: str) -> list[Source]:
         paths = [path for path in root.glob(glob) if path.is_file()]
     except (NotImplementedError, ValueError) as error:
         raise ValueError(f"--glob {glob!r} cannot be used below {root} ({error}): write it like '**/*.py'.") from error
+    return _named(root, paths)
+
+
+def _named(root: Path, paths: Sequence[Path]) -> list[Source]:
     named = sorted((path.relative_to(root).as_posix(), path) for path in paths)
     return [Source(name, path, path.stat().st_size) for name, path in named]
 
