@@ -1,13 +1,16 @@
 """Write the tables of configuration.md from the code: `python docs/generate_tables.py`; with --check, only compare.
 
 Options come from the configuration dataclasses (name, default, docstring), gates from the `raise ValueError` statements
-of the modules below (condition and message, as written). So the tables cannot say what the code does not.
+of the modules below (condition and message, as written), the tests of DSA's gates from the cases that reach them. So the
+tables cannot say what the code does not. Needs the `test` extra.
 """
 
 from __future__ import annotations
 
 import ast
 import sys
+import traceback
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,6 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
 CONFIG = "megatron/core/transformer/transformer_config.py"
+DSA_TESTS = "tests/unit_tests/core/transformer/experimental_attention_variant/dsa/test_config.py"
 DSA_CONFIG = "megatron/core/transformer/experimental_attention_variant/dsa/config.py"
 
 
@@ -25,6 +29,7 @@ class Gate:
 
     condition: str
     message: str
+    line: int
 
 
 def _message(node: ast.expr) -> str:
@@ -44,7 +49,7 @@ def _plain(node: ast.expr) -> str:
 def _raises(body: list[ast.stmt], condition: str = "always") -> Iterator[Gate]:
     for statement in body:
         if isinstance(statement, ast.Raise) and isinstance(statement.exc, ast.Call):
-            yield Gate(condition, _message(statement.exc.args[0]))
+            yield Gate(condition, _message(statement.exc.args[0]), statement.lineno)
         elif isinstance(statement, ast.If):
             yield from _raises(statement.body, _plain(statement.test))
             yield from _raises(statement.orelse, condition)
@@ -98,11 +103,37 @@ def _gate_table(path: str) -> str:
     return _table(("refused when", "message"), [(f"`{g.condition}`", g.message) for g in gates(path)])
 
 
+def _dsa_cases() -> dict[int, list[str]]:
+    """Names of the test cases that reach each gate, by the gate's line."""
+    if str(ROOT) not in sys.path:
+        sys.path.insert(0, str(ROOT))
+    from tests.unit_tests.core.transformer.experimental_attention_variant.dsa import test_config as tests
+
+    cases = defaultdict(list)
+    for name, (overrides, _) in tests.GATES.items():
+        try:
+            tests.DSAConfig(**(tests.VALID | overrides))
+        except ValueError as error:
+            line = traceback.extract_tb(error.__traceback__)[-1].lineno
+            cases[line or 0].append(name)
+    return cases
+
+
+def _dsa_gate_table() -> str:
+    """The gates with their tests; the one gate that needs a sequence length has a test function of its own."""
+    cases = _dsa_cases()
+    rows = []
+    for gate in gates(DSA_CONFIG):
+        names = cases.get(gate.line, ["`test_a_sequence_that_does_not_split_is_refused`"])
+        rows.append((f"`{gate.condition}`", gate.message, ", ".join(names)))
+    return _table(("refused when", "message", "tests"), rows)
+
+
 def tables() -> dict[str, str]:
     """Every generated table by the name in its markers."""
     return {
         "dsa-options": _option_table(CONFIG, "dsa_"),
-        "dsa-gates": _gate_table(DSA_CONFIG),
+        "dsa-gates": _dsa_gate_table(),
         "model-gates": _gate_table(CONFIG),
     }
 

@@ -38,6 +38,13 @@ def test_every_gate_becomes_a_row() -> None:
     assert len(gates) == len(re.findall(r"\braise ValueError\(", source))
 
 
+def test_every_dsa_gate_names_its_test() -> None:
+    generator = _generator()
+    reached = set(generator._dsa_cases())
+    own_test = (ROOT / generator.DSA_TESTS).read_text(encoding="utf-8").count("test_a_sequence_that_does_not_split")
+    assert own_test == 1 and len(reached) == len(generator.gates(generator.DSA_CONFIG)) - 1
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8"))
