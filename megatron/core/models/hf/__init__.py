@@ -8,5 +8,18 @@ and skipped only when asked for) and writing FP8.
 
 from megatron.core.models.hf.config_export import config_to_hf
 from megatron.core.models.hf.config_import import config_from_hf
+from megatron.core.models.hf.pretrained import (
+    config_from_folder,
+    from_pretrained,
+    load_hf_weights,
+    save_pretrained,
+)
 
-__all__ = ["config_from_hf", "config_to_hf"]
+__all__ = [
+    "config_from_folder",
+    "config_from_hf",
+    "config_to_hf",
+    "from_pretrained",
+    "load_hf_weights",
+    "save_pretrained",
+]

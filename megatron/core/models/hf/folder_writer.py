@@ -116,7 +116,7 @@ def _write_shard(path: Path, shard: Sequence[Entry], fetch: Callable[[str], torc
         for entry in shard:
             tensor = fetch(entry.name).detach().to("cpu", entry.dtype)
             assert tuple(tensor.shape) == entry.shape, f"{entry.name}: {tuple(tensor.shape)} is not {entry.shape}"
-            file.write(memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy()))
+            file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
             del tensor
         file.flush()
         os.fsync(file.fileno())
