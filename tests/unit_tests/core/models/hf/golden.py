@@ -23,6 +23,12 @@ def hf_config(name: str) -> dict[str, Any]:
 
 
 @cache
+def load_meta(name: str) -> dict[str, Any]:
+    """Margins, the loss, and how far each typical mistake moves the model ("sensitivity")."""
+    return json.loads((FIXTURES / name / "meta.json").read_text())
+
+
+@cache
 def tensors(name: str, file: str) -> dict[str, torch.Tensor]:
     """The tensors of one file ("model", "inputs", "outputs", "grads") of a golden model; do not change them."""
     return load_file(FIXTURES / name / f"{file}.safetensors")
