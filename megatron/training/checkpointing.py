@@ -30,6 +30,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, TensorStorageMetadata
 
 from megatron.training.config import CheckpointConfig
@@ -220,17 +221,23 @@ def _read(path: Path, state: STATE_DICT_TYPE) -> None:
     try:
         with _single_process_is_meant():
             dcp.load(state, storage_reader=dcp.FileSystemReader(path), no_dist=not _distributed())
-    except Exception as error:  # torch raises whatever its file reader, unpickler or zip archive met
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ValueError(f"Checkpoint {path} is damaged ({reason}): resume from another step.") from error
+    except (Exception, CheckpointException) as error:  # whatever a file, an unpickler or a zip archive raises
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: BaseException) -> ValueError:
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    words = str(error).split(". ")[0].split("\n")[0].strip() or type(error).__name__
+    return ValueError(f"Checkpoint {path} is damaged ({words}): resume from another step.")
 
 
 def _saved_entries(path: Path) -> dict[str, tuple[int, ...]]:
     """Shapes of the saved tensors by flattened name."""
     try:
         entries = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    except Exception as error:
-        raise ValueError(f"Checkpoint {path} is damaged ({error}): resume from another step.") from error
+    except (Exception, CheckpointException) as error:
+        raise _damaged(path, error) from error
     return {name: tuple(entry.size) for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 
 

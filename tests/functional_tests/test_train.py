@@ -1,0 +1,149 @@
+"""A whole run learns, measures itself, and leaves its files where it says."""
+
+import json
+import math
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron.training import trainer
+from megatron.training.step import StepResult, train_step
+from tests.functional_tests.runs import DATA, INDEXER_LOSS, MODEL, TRAINING, figures, train
+
+PNG = b"\x89PNG\r\n"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of forty steps."""
+    root = tmp_path_factory.mktemp("run") / "run"
+    flags = ["--train-iters", "40", "--eval-interval", "20", "--dsa-log-mass-interval", "10"]
+    assert train(*flags, "--save", root, "--tensorboard-dir", root / "events") == 0
+    return root
+
+
+def test_every_step_is_in_the_metrics_file(run: Path) -> None:
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(1, 41))
+    for record in records:
+        assert set(record["indexer_loss_by_layer"]) == {"1", "2"}
+        assert record["indexer_loss"] == pytest.approx(sum(record["indexer_loss_by_layer"].values()) / 2)
+        assert record["tokens_per_second"] == pytest.approx(4 * 24 / record["seconds"])
+        assert record["tflops_per_gpu"] > 0 and record["grad_norm"] > 0 and record["mfu"] is None
+        assert record["consumed_samples"] == 4 * record["step"]
+    assert records[0]["lr"] == 0 and records[1]["lr"] == 1e-2
+    assert [r["step"] for r in records if r["dsa_attention_mass"] is not None] == [1, 10, 20, 30, 40]
+    assert [r["step"] for r in records if r.get("valid_lm_loss") is not None] == [20, 40]
+
+
+def test_the_losses_fall(run: Path) -> None:
+    records = figures(run)
+    assert abs(records[0]["lm_loss"] - math.log(257)) < 0.2
+    assert records[-1]["lm_loss"] < math.log(257) - 1
+    assert records[-1]["valid_lm_loss"] < records[19]["valid_lm_loss"]
+
+
+def test_tensorboard_has_the_same_figures(run: Path) -> None:
+    events = EventAccumulator(str(run / "events")).Reload()
+    records = figures(run)
+    for name in ("lm_loss", "indexer_loss", "lr", "grad_norm"):
+        assert [(e.step, e.value) for e in events.Scalars(name)] == [
+            (r["step"], pytest.approx(r[name], rel=1e-6)) for r in records
+        ]
+    assert [e.step for e in events.Scalars("dsa_attention_mass")] == [1, 10, 20, 30, 40]
+    assert "indexer_loss_by_layer/1" in events.Tags()["scalars"]
+
+
+def test_the_files_of_a_finished_run(run: Path) -> None:
+    assert (run / "loss_curve.png").read_bytes().startswith(PNG)
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["step"] == 40 and summary["held_out"]["split"] == "test"
+    assert summary["held_out"]["lm_loss"] < math.log(257)
+    assert 0 < summary["held_out"]["dsa_attention_mass"] <= 1
+    saved = json.loads((run / "iter_0000040/config.json").read_text())
+    assert saved["model"]["hidden_size"] == 32 and saved["optimizer"]["lr"] == 1e-2
+
+
+def test_the_end_of_a_run_names_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert train("--train-iters", "2", "--save", tmp_path, "--tensorboard-dir", tmp_path / "events") == 0
+    output = capsys.readouterr()
+    assert output.out == ""
+    lines = output.err.splitlines()
+    assert re.fullmatch(
+        r"step 2/2: LM loss [\d.]+, indexer loss [\d.]+, mass [\d.]+, [\d.]+K? tokens/s, lr [\d.e-]+, grad norm [\d.]+",
+        lines[1],
+    )
+    assert "Held-out LM loss (test set): 5." in output.err
+    for what, name in {"Metrics": "metrics.jsonl", "Loss curves": "loss_curve.png", "Summary": "summary.json"}.items():
+        assert f"{what}: {tmp_path / name}" in lines
+    assert f"Checkpoint: {tmp_path / 'iter_0000002'}" in lines
+    assert f"TensorBoard: tensorboard --logdir {tmp_path / 'events'}" in lines
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_weights_change(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[torch.Tensor] = []
+
+    def poisoned(engine, batches, rate, probe=None) -> StepResult:
+        seen.append(engine.model.embedding.word_embeddings.weight.detach().clone())
+        if len(seen) == 4:
+            hook = engine.model.decoder.register_forward_hook(lambda module, args, output: output * float("nan"))
+            try:
+                return train_step(engine, batches, rate, probe)
+            finally:
+                hook.remove()
+                seen.append(engine.model.embedding.word_embeddings.weight.detach().clone())
+        return train_step(engine, batches, rate, probe)
+
+    monkeypatch.setattr(trainer, "train_step", poisoned)
+    assert train("--train-iters", "6", "--save-interval", "2", "--save", tmp_path) == 1
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message.startswith("The LM loss is nan at step 4: training stops; the last good checkpoint is")
+    assert f"{tmp_path / 'iter_0000002'} (step 2)" in message
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
+    assert len(figures(tmp_path)) == 3
+    assert torch.equal(seen[3], seen[4])
+
+
+def test_without_a_directory_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert train("--train-iters", "2") == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_frozen_indexer_has_no_loss_and_a_dense_model_no_mass(tmp_path: Path) -> None:
+    frozen = [*MODEL, *DATA, *TRAINING, "--train-iters", "2", "--dsa-log-mass-interval", "1"]
+    assert train("--log-dir", tmp_path / "frozen", base=frozen) == 0
+    assert figures(tmp_path / "frozen")[1]["indexer_loss"] is None
+    assert figures(tmp_path / "frozen")[1]["dsa_attention_mass"] > 0
+    dense = [*frozen, "--experimental-attention-variant", "None"]
+    assert train("--log-dir", tmp_path / "dense", base=dense) == 0
+    assert figures(tmp_path / "dense")[1]["dsa_attention_mass"] is None
+
+
+@pytest.mark.parametrize("per_token", [[], ["--calculate-per-token-loss"]], ids=["per-microbatch", "per-token"])
+def test_losses_do_not_depend_on_the_micro_batch_size(tmp_path: Path, per_token: list[str]) -> None:
+    flags = [*MODEL, *INDEXER_LOSS, *TRAINING, *per_token]
+    flags += "--mock-data --seq-length 24 --global-batch-size 8 --eval-iters 0 --train-iters 3".split()
+    flags += ["--dsa-indexer-scoring-precision", "fp32"]
+    runs = {}
+    for micro in (1, 2, 8):
+        assert train("--micro-batch-size", micro, "--log-dir", tmp_path / str(micro), base=flags) == 0
+        runs[micro] = figures(tmp_path / str(micro))
+    for micro in (1, 2):
+        for record, expected in zip(runs[micro], runs[8], strict=True):
+            for name in ("lm_loss", "indexer_loss", "grad_norm"):
+                assert record[name] == pytest.approx(expected[name], rel=1e-4), (micro, record["step"], name)
+
+
+def test_skip_train_evaluates_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("--train-iters", "2", "--skip-train", "--save", tmp_path) == 0
+    assert "Held-out LM loss (test set): 5." in capsys.readouterr().err
+    assert not list(tmp_path.glob("iter_*"))
