@@ -4,12 +4,12 @@ The rule of ``ue8m0`` is that of the inference engines (DeepSeek, vLLM, LMDeploy
 
     a     = max(max_d |x_d|, 1e-4)
     scale = 2^e,  e = exponent of fl32(a / 448), plus 1 unless its mantissa is 0
-    code  = E4M3, to nearest even, of clamp(x / scale, -448, 448)
+    code  = E4M3, to nearest even, of x / scale
 
 The exponent is read from the bits of the quotient: that equals ``ceil(log2(a / 448))`` for every FP32 value, while a
 ``log2`` in floating point is one step too small for a few FP32 values just above ``448 * 2^k``. A power of two makes
-``x / scale`` exact, so only the codes round. ``fp32`` is SGLang's plain scale: ``a / 448``, and
-``x * (1 / scale)``, rounded.
+``x / scale`` exact, so only the codes round. ``fp32`` is SGLang's plain scale: ``a / 448``, and ``x * (1 / scale)``,
+rounded. Neither needs a clamp: no quotient exceeds 448 by more than its rounding, and up to 464 rounds to 448.
 
 A vector that holds NaN or infinity has no scale. The checked mode raises, which waits for the device; unchecked, the
 whole vector becomes NaN (codes 0x7F, scale NaN) and so do its scores: what is selected then is not defined.
@@ -72,7 +72,7 @@ def quantize_e4m3(x: Tensor, scale_format: str = "ue8m0", checked: bool = False)
     scale = scale.where(finite, torch.nan)
     if checked:
         require_finite(scale)
-    codes = scaled.clamp(-E4M3_MAX, E4M3_MAX).where(finite.unsqueeze(-1), torch.nan)
+    codes = scaled.where(finite.unsqueeze(-1), torch.nan)
     return Quantized(codes.to(torch.float8_e4m3fn), scale)
 
 
