@@ -1,8 +1,8 @@
 """Write the tables of configuration.md from the code: `python docs/generate_tables.py`; with --check, only compare.
 
 Options come from the configuration dataclasses (name, default, docstring), gates from the `raise ValueError` statements
-of the modules below (condition and message, as written), the tests of DSA's gates from the cases that reach them. So the
-tables cannot say what the code does not. Needs the `test` extra.
+of the modules below (condition and message, as written), the tests of DSA's gates from the cases that reach them. So
+the tables cannot say what the code does not. Needs the `test` extra.
 """
 
 from __future__ import annotations
