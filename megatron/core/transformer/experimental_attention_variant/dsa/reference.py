@@ -6,8 +6,8 @@ target (K or keys).
 The functions state the math (score every visible key, keep the K best, attend to those) on dense ``[T, S]`` blocks; the
 class below runs them over row chunks that follow the documents, each against the keys that its rows can see, so that
 nothing grows with the square of a batch. Forward values are FP32 (FP64 if the operands are), gradients come from
-autograd. Keys that no row selects are zeroed before the attention reads them, so what they hold, NaN included, reaches
-nothing.
+autograd. Keys that no row selects, and rows that select none, are zeroed before the attention reads them, so what they
+hold, NaN included, reaches nothing.
 
 KL(target || prediction) has its log-prediction floored at ``LOG_PREDICTION_FLOOR``, as the kernels do.
 """
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .backends.protocol import Attended, AttentionInputs, IndexerInputs, QuantizedInputs, TeacherChunk, TopK
 from .config import DSAConfig
-from .layout import Layout, row_bounds, visible_keys
+from .layout import Layout, row_bounds, valid_rows, visible_keys
 from .precision import compute_dtype, to_scoring_precision
 
 LOG_PREDICTION_FLOOR = -100.0
@@ -42,8 +42,9 @@ def score(indexer: IndexerInputs | QuantizedInputs, relu: bool = True) -> Tensor
 
 def select(scores_TS: Tensor, visible_TS: Tensor, k: int) -> TopK:
     """The ``k`` largest visible scores of each row; ties to the lowest id; ids ascending, then -1."""
-    # + 0.0 turns -0.0 into 0.0: the two are equal, and some sorts disagree.
-    ranked_TS = torch.where(visible_TS, scores_TS + 0.0, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
+    # + 0.0 turns -0.0 into 0.0: the two are equal, and some sorts disagree. A visible -inf must beat the mask's.
+    finite_TS = (scores_TS + 0.0).clamp(min=torch.finfo(scores_TS.dtype).min)
+    ranked_TS = torch.where(visible_TS, finite_TS, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
     length_T, num_keys = visible_TS.sum(-1).clamp(max=k), scores_TS.shape[1]
     past_TK = torch.arange(min(k, num_keys), device=scores_TS.device) >= length_T[:, None]
     ids_TK = ranked_TS[:, :k].masked_fill(past_TK, num_keys).sort(dim=-1).values
@@ -67,10 +68,12 @@ def attention_logits(attention: AttentionInputs) -> Tensor:
 
 def attend(attention: AttentionInputs, chosen_TS: Tensor, value_dim: int) -> Attended:
     """Softmax over the chosen keys; values are their first ``value_dim`` channels."""
-    kv_SD = attention.kv_SD.masked_fill(~chosen_TS.any(0)[:, None], 0.0)
     chosen_T1S = chosen_TS.unsqueeze(1)
     empty_T11 = ~chosen_T1S.any(-1, keepdim=True)
-    logits_THS = attention_logits(AttentionInputs(attention.q_THD, kv_SD, attention.scale))
+    # Keys that no row chose and rows that chose none may hold anything, and 0 * NaN is NaN.
+    q_THD = attention.q_THD.masked_fill(empty_T11, 0.0)
+    kv_SD = attention.kv_SD.masked_fill(~chosen_TS.any(0)[:, None], 0.0)
+    logits_THS = attention_logits(AttentionInputs(q_THD, kv_SD, attention.scale))
     # An empty row keeps its logits, so that its softmax, and thus its gradient, is finite before it is zeroed.
     logits_THS = logits_THS.masked_fill(~(chosen_T1S | empty_T11), -torch.inf)
     weights_THS = logits_THS.softmax(-1) * chosen_T1S
@@ -124,6 +127,7 @@ class ReferenceBackend:
         self, attention: AttentionInputs, attended: Attended, topk: TopK, layout: Layout, dense: bool
     ) -> Iterator[TeacherChunk]:
         ranks = self.config.tensor_model_parallel_size
+        assert layout.num_rows % ranks == 0, "rows are padded to a multiple of the tensor-parallel ranks"
         local = layout.num_rows // ranks
         for start, stop in _chunks(layout.slice_rows(0, local), attention.q_THD.shape[1] * ranks):
             slices = [(rank * local + start, rank * local + stop) for rank in range(ranks)]
@@ -149,10 +153,12 @@ class ReferenceBackend:
 
     def _scores(self, indexer: IndexerInputs, layout: Layout, keys: tuple[int, int]) -> Tensor:
         """Scores of these rows against ``keys``, rounded as configured."""
-        k_SD = indexer.k_SD[slice(*keys)]
-        # Keys that no row sees may hold anything, and 0 * NaN is NaN in a gradient.
-        k_SD = k_SD.masked_fill(~visible_keys(layout, k_SD.device)[slice(*keys), None], 0.0)
-        block, config = IndexerInputs(indexer.q_TID, k_SD, indexer.w_TI), self.config
+        padding_T1 = ~valid_rows(layout, indexer.k_SD.device)[:, None]
+        unseen_S1 = ~visible_keys(layout, indexer.k_SD.device)[slice(*keys), None]
+        # Padding rows and keys that no row sees may hold anything, and 0 * NaN is NaN in a gradient.
+        q_TID = indexer.q_TID.masked_fill(padding_T1[..., None], 0.0)
+        k_SD = indexer.k_SD[slice(*keys)].masked_fill(unseen_S1, 0.0)
+        block, config = IndexerInputs(q_TID, k_SD, indexer.w_TI.masked_fill(padding_T1, 0.0)), self.config
         rounded = to_scoring_precision(
             block, config.scoring_precision, config.fp8_scale_format, config.fp8_check_finite
         )

@@ -1,0 +1,77 @@
+"""DSA once more, in NumPy and FP64, one row at a time: what the tests of the reference compare with.
+
+Nothing here comes from the package: visibility is read off a layout's segments, gradients are derived by hand. Names
+carry shapes as the package's do: T rows, S keys, H attention heads, I indexer heads, D width, V value width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.core.transformer.experimental_attention_variant.dsa import Layout
+
+Array = NDArray[Any]
+
+
+def visible_keys_of(layout: Layout) -> list[range]:
+    """The keys of each row; none on padding."""
+    keys = [range(0)] * layout.num_rows
+    for s in layout.segments:
+        for row in range(s.row_start, s.row_stop):
+            keys[row] = range(s.key_start, s.key_start + s.causal_offset + row - s.row_start + 1)
+    return keys
+
+
+def index_scores(q_ID: Array, k_SD: Array, w_I: Array, relu: bool = True) -> Array:
+    """Index scores of one row."""
+    logits_IS = q_ID @ k_SD.T
+    return w_I @ (np.maximum(logits_IS, 0.0) if relu else logits_IS)
+
+
+def best(scores_S: Array, visible: range, k: int) -> list[int]:
+    """The ``k`` best visible keys, ascending; ties to the lowest id."""
+    return sorted(sorted(visible, key=lambda s: (-scores_S[s], s))[:k])
+
+
+def softmax(x: Array) -> Array:
+    exponentials = np.exp(x - x.max(-1, keepdims=True))
+    return exponentials / exponentials.sum(-1, keepdims=True)
+
+
+def probabilities(q_HD: Array, kv_SD: Array, ids: Any, scale: float) -> Array:
+    """Attention of one row's heads over ``ids``."""
+    return softmax(q_HD @ kv_SD[list(ids)].T * scale)
+
+
+def attend(q_HD: Array, kv_SD: Array, ids: Any, scale: float, value_dim: int) -> tuple[Array, Array]:
+    """Output ``[H, V]`` and log-sum-exp ``[H]`` of one row."""
+    if not len(ids):
+        return np.zeros((len(q_HD), value_dim)), np.full(len(q_HD), np.inf)
+    lse_H = np.log(np.exp(q_HD @ kv_SD[list(ids)].T * scale).sum(-1))
+    return probabilities(q_HD, kv_SD, ids, scale) @ kv_SD[list(ids), :value_dim], lse_H
+
+
+def kl_and_gradients(
+    q_TID: Array, k_SD: Array, w_TI: Array, keys: list[Any], targets: list[Array]
+) -> tuple[float, Array, Array, Array]:
+    """KL sum over rows and its gradients in q, k, w; row ``t`` compares ``keys[t]``, with target ``targets[t]``.
+
+    With ``S = softmax(I)`` and ``p`` the normalized target, ``dKL/dI = S - p``; the rest is the product rule.
+    """
+    total, dq, dk, dw = 0.0, np.zeros_like(q_TID), np.zeros_like(k_SD), np.zeros_like(w_TI)
+    for t, ids in enumerate(keys):
+        if not len(ids):
+            continue
+        k_ND, p_N = k_SD[list(ids)], targets[t] / targets[t].sum()
+        logits_IN = q_TID[t] @ k_ND.T
+        s_N = softmax(w_TI[t] @ np.maximum(logits_IN, 0.0))
+        total += float(np.sum(np.where(p_N > 0, p_N * (np.log(np.where(p_N > 0, p_N, 1.0)) - np.log(s_N)), 0.0)))
+        d_N = s_N - p_N
+        dw[t] = np.maximum(logits_IN, 0.0) @ d_N
+        d_logits_IN = w_TI[t][:, None] * (logits_IN > 0) * d_N
+        dq[t] = d_logits_IN @ k_ND
+        np.add.at(dk, list(ids), d_logits_IN.T @ q_TID[t])
+    return total, dq, dk, dw
