@@ -187,14 +187,17 @@ class ReferenceBackend:
 def _chunks(layout: Layout, heads: int) -> Iterator[tuple[int, int]]:
     """Consecutive row ranges, cut where documents end and wherever a chunk would grow too large."""
     step = max(1, min(_CHUNK_ROWS, _CHUNK_CELLS // max(heads * layout.num_keys, 1)))
-    start = 0
-    for segment in layout.segments:
-        if segment.row_stop - start > step and segment.row_start > start:
-            yield start, segment.row_start
-            start = segment.row_start
-        while segment.row_stop - start > step:
+    # Padding after a document counts with it.
+    stops = [*(segment.row_start for segment in layout.segments[1:]), layout.num_rows]
+    start = document = 0
+    for stop in stops:
+        if stop - start > step and document > start:
+            yield start, document
+            start = document
+        while stop - start > step:
             yield start, start + step
             start += step
+        document = stop
     yield start, layout.num_rows
 
 

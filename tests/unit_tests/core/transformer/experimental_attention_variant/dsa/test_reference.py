@@ -9,9 +9,13 @@ length (ids past it are -1 by contract, which the first tests pin; *scores* past
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron.core.transformer.experimental_attention_variant.dsa import Layout, reference, row_bounds
@@ -281,6 +285,25 @@ def test_what_nobody_reads_may_hold_anything(name: str, poison: float) -> None:
     _, out_THV, lse_TH, dq_THD, dkv_SD = results[1]
     assert out_THV[padding_T].eq(0).all() and lse_TH[padding_T].eq(torch.inf).all() and dq_THD[padding_T].eq(0).all()
     assert out_THV.isfinite().all() and dq_THD.isfinite().all() and dkv_SD.isfinite().all()
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=6), st.integers(1, 8))
+def test_chunks_cover_the_rows_and_stay_small(documents: list[tuple[int, int]], step: int) -> None:
+    real = (0, *accumulate(length for length, _ in documents))
+    layout = Layout.packed(real, (0, *accumulate(length + padding for length, padding in documents)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference, "_CHUNK_ROWS", step)
+        chunks = list(reference._chunks(layout, heads=1))
+    assert [row for start, stop in chunks for row in range(start, stop)] == list(range(layout.num_rows))
+    assert all(stop - start <= step for start, stop in chunks)
+    assert all(start < stop for start, stop in chunks) or chunks == [(0, 0)]
+
+
+def test_a_chunk_holds_a_bounded_number_of_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "_CHUNK_CELLS", 100)
+    sizes = [stop - start for start, stop in reference._chunks(Layout.causal(1, 10), heads=3)]
+    assert sizes == [3, 3, 3, 1]
+    assert len(list(reference._chunks(Layout.causal(1, 10), heads=1000))) == 10
 
 
 def test_the_registry_names_its_backends() -> None:
