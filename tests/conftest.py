@@ -1,12 +1,16 @@
-"""What every test file shares: threads, hypothesis' profile, and what happens to GPU tests on a CPU machine.
+"""What every test file shares: threads, hypothesis' profile, and what happens to tests that cannot run here.
 
-GPU tests are deselected, not skipped, where no CUDA device is: a skip reads like a pass in a summary. How many were
-left out, and why, is printed above pytest's last line, also under pytest-xdist (whose workers do the collecting and
-hand the counts over).
+GPU tests are deselected, not skipped, where no CUDA device is: a skip reads like a pass in a summary. Likewise the files
+that compare with transformers, where it is not installed (the release they need wants Python 3.11). How many were left
+out, and why, is printed above pytest's last line, also under pytest-xdist (whose workers do the collecting and hand the
+counts over).
 """
 
 import os
+import re
 from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 # Before torch is imported: two workers with a thread pool each fight for the cores, and child processes inherit it.
@@ -20,8 +24,9 @@ from hypothesis import settings
 settings.register_profile("suite", deadline=None, derandomize=True, database=None)
 settings.load_profile("suite")
 
-NO_DEVICE = "need a CUDA device and none is here"
-NOT_ASKED = "take minutes and run with -m gpu_long"
+NO_DEVICE = "tests deselected: they need a CUDA device and none is here"
+NOT_ASKED = "tests deselected: they take minutes and run with -m gpu_long"
+NO_TRANSFORMERS = "test files left out: they need transformers 5.24.0, which wants Python 3.11 or newer"
 
 _left_out: Counter[str] = Counter()
 
@@ -36,11 +41,19 @@ def _reason_to_leave_out(item: pytest.Item, has_device: bool) -> str | None:
     return NOT_ASKED if long and not asked else None
 
 
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    if not collection_path.match("test_*.py") or find_spec("transformers") is not None:
+        return None
+    if re.search(r"^(from|import) transformers\b", collection_path.read_text(encoding="utf-8"), re.MULTILINE) is None:
+        return None
+    _left_out[NO_TRANSFORMERS] += 1
+    return True
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     has_device = torch.cuda.is_available()
     reasons = [(item, _reason_to_leave_out(item, has_device)) for item in items]
-    _left_out.clear()
     _left_out.update(reason for _, reason in reasons if reason is not None)
     deselected = [item for item, reason in reasons if reason is not None]
     if deselected:
@@ -63,4 +76,4 @@ def pytest_testnodedown(node: Any, error: object) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     for reason, count in sorted(_left_out.items()):
-        terminalreporter.write_line(f"{count} tests deselected: they {reason}.")
+        terminalreporter.write_line(f"{count} {reason}.")

@@ -1,12 +1,14 @@
-"""GPU tests on a machine without a device are deselected and counted, with workers and without."""
+"""Tests that cannot run here are left out and counted: GPU tests, and comparisons with transformers."""
 
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from tests import conftest
 from tests.unit_tests.tree_rules import ROOT
 
 SUITE = """
@@ -33,3 +35,21 @@ def test_gpu_tests_are_counted_and_left_out(tmp_path: Path, workers: list[str]) 
     assert result.returncode == 0, result.stdout
     assert "4 tests deselected: they need a CUDA device and none is here." in result.stdout
     assert "1 passed" in result.stdout.splitlines()[-1] and "failed" not in result.stdout
+
+
+def test_comparisons_with_transformers_are_counted_and_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count: Counter[str] = Counter()
+    monkeypatch.setattr(conftest, "_left_out", count)
+    for name, text in {
+        "test_a": "import torch\nfrom transformers.models import x",
+        "test_b": "x = 'from transformers'",
+    }.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.setattr(conftest, "find_spec", lambda name: None)
+    assert conftest.pytest_ignore_collect(tmp_path / "test_a.py") is True
+    assert conftest.pytest_ignore_collect(tmp_path / "test_b.py") is None
+    assert dict(count) == {conftest.NO_TRANSFORMERS: 1}
+    monkeypatch.setattr(conftest, "find_spec", lambda name: object())
+    assert conftest.pytest_ignore_collect(tmp_path / "test_a.py") is None
