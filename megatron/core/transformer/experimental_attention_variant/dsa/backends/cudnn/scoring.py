@@ -2,15 +2,15 @@
 
 Legend: T rows, S keys, I indexer heads, D head width, R rows of one call.
 
-``score`` is the only caller of the scoring kernel; selection, the dense loss and replay all go through it. Precision is
-the operands' type: plain tensors are rounded to BF16 by ``to_operands``, whatever dtype carried them, and the head weights
-stay FP32.
+``score`` is the only caller of the scoring kernel; selection, the dense loss and replay all go through it. Precision
+is the operands' type: plain tensors are rounded to BF16 by ``to_operands``, whatever dtype carried them, and the head
+weights stay FP32.
 
-A ``Plan`` cuts a layout into calls once a microbatch (cached, with its device vectors sent in one copy). A segment whose
-scores exceed the byte budget is cut by rows, and each piece reads only the keys that its last row sees. Smaller segments
-share one variable-length call as long as the rectangle (all rows, times the longest segment) is at most about twice the
-work, so that many short documents cost few launches and one long document does not inflate the rest. Rows of padding
-between segments ride along with length 0; rows at either end of a call are in none.
+A ``Plan`` cuts a layout into calls once a microbatch (cached, with its device vectors sent in one copy). A segment
+whose scores exceed the byte budget is cut by rows, and each piece reads only the keys that its last row sees. Smaller
+segments share one variable-length call as long as the rectangle (all rows, times the longest segment) is at most
+about twice the work, so that many short documents cost few launches and one long document does not inflate the rest.
+Rows of padding between segments ride along with length 0; rows at either end of a call are in none.
 
 Where the segments of a call own runs of keys that follow one another, the keys are a view; else (zigzag shards see the
 same keys twice) the call gathers its own copy, 256 bytes a key.
