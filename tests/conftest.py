@@ -1,14 +1,15 @@
 """What every test file shares: threads, hypothesis' profile, and what happens to tests that cannot run here.
 
-GPU tests are deselected, not skipped, where no CUDA device is: a skip reads like a pass in a summary. Likewise the files
-that compare with transformers, where it is not installed (the release they need wants Python 3.11). How many were left
-out, and why, is printed above pytest's last line, also under pytest-xdist (whose workers do the collecting and hand the
-counts over).
+GPU tests are deselected, not skipped, where no CUDA device is: a skip reads like a pass in a summary. So are the files
+that compare with transformers where it is not installed (the release that they need wants Python 3.11). How many were
+left out, and why, is printed above pytest's last line, also under pytest-xdist (whose workers do the collecting and
+hand the counts over).
 """
 
 import os
 import re
 from collections import Counter
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from hypothesis import settings
 # Derandomized: a run tells about the change under test, and not about the day's random seed.
 settings.register_profile("suite", deadline=None, derandomize=True, database=None)
 settings.load_profile("suite")
+
+ROOT = Path(__file__).resolve().parents[1]
 
 NO_DEVICE = "tests deselected: they need a CUDA device and none is here"
 NOT_ASKED = "tests deselected: they take minutes and run with -m gpu_long"
@@ -41,10 +44,21 @@ def _reason_to_leave_out(item: pytest.Item, has_device: bool) -> str | None:
     return NOT_ASKED if long and not asked else None
 
 
+@lru_cache(maxsize=None)
+def _imports_transformers(path: Path) -> bool:
+    """Whether a test file imports transformers, itself or through another file of the suite."""
+    source = path.read_text(encoding="utf-8")
+    if re.search(r"^(from|import) transformers\b", source, re.MULTILINE):
+        return True
+    modules = re.findall(r"^from (tests\.[\w.]+) import", source, re.MULTILINE)
+    files = [ROOT.joinpath(*module.split(".")).with_suffix(".py") for module in modules]
+    return any(_imports_transformers(file) for file in files if file.is_file())
+
+
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     if not collection_path.match("test_*.py") or find_spec("transformers") is not None:
         return None
-    if re.search(r"^(from|import) transformers\b", collection_path.read_text(encoding="utf-8"), re.MULTILINE) is None:
+    if not _imports_transformers(collection_path):
         return None
     _left_out[NO_TRANSFORMERS] += 1
     return True

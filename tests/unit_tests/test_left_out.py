@@ -42,14 +42,19 @@ def test_comparisons_with_transformers_are_counted_and_left_out(
 ) -> None:
     count: Counter[str] = Counter()
     monkeypatch.setattr(conftest, "_left_out", count)
-    for name, text in {
+    monkeypatch.setattr(conftest, "ROOT", tmp_path)
+    sources = {
         "test_a": "import torch\nfrom transformers.models import x",
         "test_b": "x = 'from transformers'",
-    }.items():
-        (tmp_path / f"{name}.py").write_text(text)
+        "test_c": "from tests.test_a import y",
+        "test_d": "from tests.test_b import y",
+    }
+    (tmp_path / "tests").mkdir()
+    files = {name: tmp_path / "tests" / f"{name}.py" for name in sources}
+    for name, source in sources.items():
+        files[name].write_text(source)
     monkeypatch.setattr(conftest, "find_spec", lambda name: None)
-    assert conftest.pytest_ignore_collect(tmp_path / "test_a.py") is True
-    assert conftest.pytest_ignore_collect(tmp_path / "test_b.py") is None
-    assert dict(count) == {conftest.NO_TRANSFORMERS: 1}
+    ignored = {name for name, file in files.items() if conftest.pytest_ignore_collect(file)}
+    assert ignored == {"test_a", "test_c"} and dict(count) == {conftest.NO_TRANSFORMERS: 2}
     monkeypatch.setattr(conftest, "find_spec", lambda name: object())
-    assert conftest.pytest_ignore_collect(tmp_path / "test_a.py") is None
+    assert not any(conftest.pytest_ignore_collect(file) for file in files.values())
