@@ -9,6 +9,7 @@ from .config import DSAConfig
 from .index_share import TopKCache, record_topk, replay_topk
 from .layout import Layout, Segment, row_bounds
 from .loss import LossTracker
+from .selection_io import load_topk, save_topk
 
 # The two modules below import the rest of the tree, which in turn imports the names above.
 from .attention import DSAttention, DSAttentionSubmodules  # isort: skip
@@ -24,7 +25,9 @@ __all__ = [
     "LossTracker",
     "Segment",
     "TopKCache",
+    "load_topk",
     "record_topk",
     "replay_topk",
     "row_bounds",
+    "save_topk",
 ]

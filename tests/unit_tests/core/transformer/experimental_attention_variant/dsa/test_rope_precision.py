@@ -1,8 +1,8 @@
 """The indexer's precision from its projections to the scoring boundary: rope_fp32, the table dtype, Hadamard.
 
 Everything starts after the projections (they are stubs that hand out raw values), since a matrix product's bits depend
-on its row count. Golden file 13 holds raw projections and what each inference engine's rounding policy makes of them, by
-an independent implementation that forms the LayerNorm in FP64: another order of sums or a fused multiply-add changes
+on its row count. Golden file 13 holds raw projections and what each inference engine's rounding policy makes of them,
+by an independent implementation that forms the LayerNorm in FP64: another order of sums or a fused multiply-add changes
 about 1e-6 of its bytes, so 1e-4 may differ.
 """
 

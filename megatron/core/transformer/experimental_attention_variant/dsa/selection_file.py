@@ -1,0 +1,168 @@
+"""The file that selected keys are kept in: for each (layer, document), which earlier tokens each token attends to.
+
+A plain safetensors file. Tensor ``layer.N.document.M`` is ``[tokens, K]`` of int32 (int64 is read too): row ``p`` holds
+the document-local positions that token ``p`` attends to, then -1; rows may be in any order. Layers are 1-based, and
+only those that select are there; documents count from 0 and are the same in every layer. The metadata entry ``topk`` is
+the width that the model selects (rows of a shorter document need no more columns than it has tokens). An inference
+engine writes that in a few lines with the safetensors library; here the format (a JSON header, then raw bytes) is
+written and read by hand, because this folder depends on torch alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_NAME = re.compile(r"layer\.(\d+)\.document\.(\d+)")
+_DTYPES = {"I32": torch.int32, "I64": torch.int64}
+
+
+class _Place(NamedTuple):
+    """A tensor in the file: its type, shape and first byte."""
+
+    dtype: torch.dtype
+    tokens: int
+    width: int
+    start: int
+
+    @property
+    def size(self) -> int:
+        return self.tokens * self.width * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class SavedTopK:
+    """An open selection file; tensors are read when asked for.
+
+    Attributes:
+        path: the file.
+        layers: layer numbers, ascending.
+        tokens: length of each document.
+        topk: keys that a row selects at most.
+    """
+
+    path: Path
+    layers: tuple[int, ...]
+    tokens: tuple[int, ...]
+    topk: int
+    _places: Mapping[tuple[int, int], _Place]
+
+    def positions(self, layer: int, document: int) -> Tensor:
+        """Int64 ``[tokens, K]``: ascending document-local positions, then -1.
+
+        Raises:
+            ValueError: a row selects nothing, a key twice, or a key that it cannot see.
+        """
+        place = self._places[layer, document]
+        with self.path.open("rb") as file:
+            file.seek(place.start)
+            data = bytearray(file.read(place.size))
+        ids = torch.frombuffer(data, dtype=place.dtype).reshape(place.tokens, place.width).long()
+        ids = ids.masked_fill(ids == -1, place.tokens).sort(dim=-1).values
+        chosen = ids < place.tokens
+        bad = (ids < 0) | (ids > place.tokens) | (chosen & (ids > torch.arange(place.tokens)[:, None]))
+        bad[:, 1:] |= chosen[:, 1:] & (ids[:, 1:] == ids[:, :-1])
+        bad = bad.any(-1) | ~chosen.any(-1)
+        if bad.any():
+            raise ValueError(
+                f"{self.path}: token {int(bad.int().argmax())} of layer {layer}, document {document} selects no key, "
+                "one key twice, or one that it cannot see: give positions from the document's start up to the token."
+            )
+        return ids.masked_fill(~chosen, -1)
+
+
+def read_topk(path: str | Path) -> SavedTopK:
+    """Open a selection file.
+
+    Raises:
+        ValueError: the file is no selection file, or is damaged.
+        OSError: the file cannot be read.
+    """
+    path = Path(path)
+    header, first = _read_header(path)
+    metadata = header.pop("__metadata__", {})
+    places = dict(_read_entry(path, first, name, entry) for name, entry in header.items())
+    layers, documents = (sorted({key[i] for key in places}) for i in (0, 1))
+    tokens = tuple(places[layers[0], m].tokens for m in documents if (layers[0], m) in places)
+    complete = documents == list(range(len(tokens))) and len(places) == len(layers) * len(tokens)
+    if not places or not complete or any(place.tokens != tokens[m] for (_, m), place in places.items()):
+        raise ValueError(
+            f"{path} does not hold the same documents, counted from 0 and equally long, in each of its layers: write "
+            "all of a pass into one file."
+        )
+    widest = max(place.width for place in places.values())
+    return SavedTopK(path, tuple(layers), tokens, max(int(metadata.get("topk", 0)), widest), places)
+
+
+def write_topk(
+    path: Path, shapes: Mapping[tuple[int, int], tuple[int, int]], topk: int, rows: Iterable[Tensor]
+) -> None:
+    """Write a selection file, which appears whole or not at all.
+
+    Args:
+        path: the file; an existing one is replaced.
+        shapes: of each (layer, document), in the order of ``rows``.
+        topk: keys that a row selects at most.
+        rows: int32 tensors of those shapes, ascending positions, then -1.
+    """
+    header: dict[str, Any] = {"__metadata__": {"topk": str(topk)}}
+    end = 0
+    for (layer, document), shape in shapes.items():
+        start, end = end, end + prod(shape) * torch.int32.itemsize
+        name = f"layer.{layer}.document.{document}"
+        header[name] = {"dtype": "I32", "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
+    try:
+        with unfinished.open("wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            for shape, tensor in zip(shapes.values(), rows, strict=True):
+                assert tuple(tensor.shape) == shape and tensor.dtype == torch.int32
+                file.write(tensor.contiguous().numpy().data)
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """The header, and where the data begins."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
+        text = file.read(length) if length <= size - 8 else b""
+    try:
+        header = json.loads(text)
+        end = max((e["data_offsets"][1] for name, e in header.items() if name != "__metadata__"), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        raise ValueError(f"{path} is no safetensors file: give a file that save_topk wrote.") from None
+    if 8 + length + end != size:
+        raise ValueError(
+            f"{path} has {size} bytes, but its header names {8 + length + end}: it was cut, write it again."
+        )
+    return header, 8 + length
+
+
+def _read_entry(path: Path, first: int, name: str, entry: Mapping[str, Any]) -> tuple[tuple[int, int], _Place]:
+    match, dtype, shape = _NAME.fullmatch(name), entry.get("dtype"), entry.get("shape", ())
+    if match is None or dtype not in _DTYPES or len(shape) != 2:
+        raise ValueError(
+            f"{path} holds {name!r} of type {dtype} and shape {list(shape)}, but a selection file holds int32 tensors "
+            "[tokens, K] named layer.N.document.M: write those alone."
+        )
+    start, stop = entry["data_offsets"]
+    place = _Place(_DTYPES[dtype], shape[0], shape[1], first + start)
+    if place.size != stop - start:
+        raise ValueError(f"{path}: {name} has {stop - start} bytes for a shape of {place.size}: write the file again.")
+    return (int(match[1]), int(match[2])), place

@@ -1,0 +1,235 @@
+"""Selected keys on disk: recorded by one run or engine, compared with or replayed by another.
+
+Recorded ids are global to one rank's flattened keys and mean nothing elsewhere. A file (``selection_file.py``) holds
+document-local positions, by layer and document; documents count in the order of their keys, empty ones left out.
+Packing, padding, batch shape and context parallelism are a ``Layout``'s business: ``save_topk`` takes rows out of one,
+``load_topk`` puts them into another.
+
+With a process group, saving gathers the rows of all its ranks (tensor- and context-parallel) one layer at a time, and
+the group's first rank writes; what goes wrong there is raised on every rank. Left out: scores, which replay computes
+anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from .backends.protocol import TopK
+from .layout import Layout, Segment
+from .selection_file import SavedTopK, read_topk, write_topk
+
+
+class _Document(NamedTuple):
+    key_start: int
+    tokens: int
+
+
+def save_topk(
+    path: str | Path, record: Mapping[int, TopK], layout: Layout, group: dist.ProcessGroup | None = None
+) -> None:
+    """Write what ``record_topk`` recorded in one forward pass.
+
+    Args:
+        path: the file; an existing one is replaced.
+        record: selections by layer number.
+        layout: the layout of that pass on this rank.
+        group: all ranks that hold rows of these documents; every one of them must call. None where this rank holds
+            all rows.
+
+    Raises:
+        ValueError: rows are missing, ranks disagree about one, or the record is of another pass.
+        OSError: the file cannot be written.
+    """
+    problem = _mismatch(record, layout)
+    shards = _all_gather((layout, sorted(record), problem), group)
+    layouts, layers = [shard[0] for shard in shards], sorted(record)
+    _raise_first(shard[2] for shard in shards)
+    if any(shard[1] != layers for shard in shards):
+        raise ValueError(f"The ranks recorded layers {[shard[1] for shard in shards]}: record the same pass on all.")
+    documents = _documents(layouts)
+    gathered = (_gather(record[layer].indices_TK.cpu(), group) for layer in layers)
+    failure: Exception | None = None
+    if group is None or dist.get_rank(group) == 0:
+        try:
+            _write(
+                Path(path), layers, documents, _width(record), _positions(gathered, layouts, documents, _width(record))
+            )
+        except (OSError, ValueError) as error:
+            failure = error
+    for _ in gathered:  # the other ranks' part in the gathers, and the rest of them after a failure
+        pass
+    _raise_first([_broadcast(failure, group)])
+
+
+def save_topk_shards(path: str | Path, shards: Sequence[tuple[Mapping[int, TopK], Layout]]) -> None:
+    """``save_topk`` for rows that were recorded by several ranks and lie in one process: (record, layout) of each."""
+    _raise_first(_mismatch(record, layout) for record, layout in shards)
+    records, layouts = [record for record, _ in shards], [layout for _, layout in shards]
+    layers, width = sorted(records[0]), _width(records[0])
+    if any(sorted(record) != layers for record in records):
+        raise ValueError(f"The shards recorded layers {[sorted(r) for r in records]}: record the same pass in all.")
+    documents = _documents(layouts)
+    gathered = ([record[layer].indices_TK.cpu() for record in records] for layer in layers)
+    _write(Path(path), layers, documents, width, _positions(gathered, layouts, documents, width))
+
+
+def load_topk(
+    path: str | Path, layout: Layout, device: torch.device | str = "cpu", documents: Sequence[int] | None = None
+) -> dict[int, TopK]:
+    """Read selections for ``replay_topk``, as ids of the present layout's keys.
+
+    Args:
+        path: a file of ``save_topk`` or of an inference engine.
+        layout: the layout of the pass that will replay, on this rank.
+        device: where the tensors go.
+        documents: which of the file's documents the layout holds, in the layout's order. None means all, in order; a
+            context-parallel rank without any row of some document has to say so. A document may end earlier than in
+            the file: what its remaining tokens selected does not depend on that.
+
+    Raises:
+        ValueError: the file is damaged, its documents are not the layout's, or it holds an impossible selection.
+        OSError: the file cannot be read.
+    """
+    saved = read_topk(path)
+    segments = _match(saved, layout, documents)
+    return {layer: _to_layout(saved, layer, segments, layout.num_rows, device) for layer in saved.layers}
+
+
+def _mismatch(record: Mapping[int, TopK], layout: Layout) -> ValueError | None:
+    if not record:
+        return ValueError("Nothing was recorded: run a forward pass in record_topk before saving.")
+    for layer, topk in record.items():
+        if topk.indices_TK.shape[0] != layout.num_rows:
+            return ValueError(
+                f"Layer {layer} recorded {topk.indices_TK.shape[0]} rows, but the layout has {layout.num_rows}: save "
+                "with the layout of the recorded pass."
+            )
+    return None
+
+
+def _raise_first(failures: Iterable[Exception | None]) -> None:
+    for failure in failures:
+        if failure is not None:
+            raise failure
+
+
+def _width(record: Mapping[int, TopK]) -> int:
+    return max(topk.indices_TK.shape[1] for topk in record.values())
+
+
+def _documents(layouts: Sequence[Layout]) -> list[_Document]:
+    """The documents of all shards, in the order of their keys; every token's row must be in some shard."""
+    segments: dict[int, list[Segment]] = {}
+    for segment in (s for layout in layouts for s in layout.segments):
+        segments.setdefault(segment.key_start, []).append(segment)
+    documents = []
+    for number, key_start in enumerate(sorted(segments)):
+        tokens = max(s.key_stop for s in segments[key_start]) - key_start
+        held = torch.zeros(tokens, dtype=torch.bool)
+        for s in segments[key_start]:
+            held[s.causal_offset : s.causal_offset + s.num_rows] = True
+        if not held.all():
+            raise ValueError(
+                f"No rank that saves holds token {int((~held).int().argmax())} of document {number}: pass the process "
+                "group of all ranks that share these documents."
+            )
+        documents.append(_Document(key_start, tokens))
+    return documents
+
+
+def _write(path: Path, layers: list[int], documents: list[_Document], width: int, rows: Iterable[Tensor]) -> None:
+    shapes = {(n, m): (d.tokens, min(width, d.tokens)) for n in layers for m, d in enumerate(documents)}
+    write_topk(path, shapes, width, rows)
+
+
+def _positions(
+    gathered: Iterable[list[Tensor]], layouts: Sequence[Layout], documents: Sequence[_Document], width: int
+) -> Iterator[Tensor]:
+    """Int32 ``[tokens, K]`` of each layer's documents, from the shards' ids."""
+    for shards in gathered:
+        for number, document in enumerate(documents):
+            columns = min(width, document.tokens)
+            rows = torch.full((document.tokens, columns), -1, dtype=torch.int32)
+            held = torch.zeros(document.tokens, dtype=torch.bool)
+            for ids_TK, layout in zip(shards, layouts, strict=True):
+                for s in (s for s in layout.segments if s.key_start == document.key_start):
+                    own = slice(s.causal_offset, s.causal_offset + s.num_rows)
+                    ids = F.pad(ids_TK[s.row_start : s.row_stop], (0, width - ids_TK.shape[1]), value=-1)[:, :columns]
+                    ids = torch.where(ids < 0, -1, ids - s.key_start).int()
+                    if (held[own, None] & (rows[own] != ids)).any():
+                        raise ValueError(
+                            f"Two ranks hold the same rows of document {number} with different keys: their indexers "
+                            "have diverged, so compare their weights and inputs."
+                        )
+                    rows[own], held[own] = ids, True
+            yield rows
+
+
+def _match(saved: SavedTopK, layout: Layout, documents: Sequence[int] | None) -> list[tuple[Segment, int]]:
+    """Each segment of the layout with the number of its document in the file."""
+    starts = sorted({s.key_start for s in layout.segments})
+    numbers = list(range(len(saved.tokens)) if documents is None else documents)
+    if len(numbers) != len(starts):
+        raise ValueError(
+            f"{saved.path} gives {len(numbers)} documents to a layout with rows of {len(starts)}: say by documents=... "
+            "which of the file's documents they are, in the layout's order."
+        )
+    unknown = [n for n in numbers if not 0 <= n < len(saved.tokens)]
+    if unknown:
+        raise ValueError(f"{saved.path} has no document {unknown[0]}: it holds documents 0 to {len(saved.tokens) - 1}.")
+    number_at = dict(zip(starts, numbers, strict=True))
+    for s in layout.segments:
+        number, tokens = number_at[s.key_start], s.key_stop - s.key_start
+        if tokens > saved.tokens[number]:
+            raise ValueError(
+                f"Document {number} of {saved.path} has {saved.tokens[number]} tokens, but the layout asks for {tokens}: "
+                "load the file of this batch."
+            )
+    return [(s, number_at[s.key_start]) for s in layout.segments]
+
+
+def _to_layout(
+    saved: SavedTopK, layer: int, segments: list[tuple[Segment, int]], num_rows: int, device: torch.device | str
+) -> TopK:
+    indices_TK = torch.full((num_rows, saved.topk), -1, dtype=torch.int32)
+    current: tuple[int, Tensor] | None = None
+    for s, number in segments:
+        if current is None or current[0] != number:
+            current = number, saved.positions(layer, number)
+        ids = current[1][s.causal_offset : s.causal_offset + s.num_rows]
+        indices_TK[s.row_start : s.row_stop, : ids.shape[1]] = torch.where(ids < 0, -1, ids + s.key_start).int()
+    length_T = (indices_TK >= 0).sum(-1, dtype=torch.int32)
+    return TopK(indices_TK.to(device), length_T.to(device), None)
+
+
+def _all_gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    if group is None:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _gather(value: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
+    """Every rank's tensor on the group's first rank; nothing on the others."""
+    if group is None:
+        return [value]
+    values: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
+    dist.gather_object(value, values, dst=dist.get_global_rank(group, 0), group=group)
+    return values or []
+
+
+def _broadcast(value: Any, group: dist.ProcessGroup | None) -> Any:
+    """The first rank's value on every rank."""
+    if group is None:
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, src=dist.get_global_rank(group, 0), group=group)
+    return values[0]

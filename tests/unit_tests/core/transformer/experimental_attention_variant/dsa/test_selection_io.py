@@ -1,0 +1,333 @@
+"""Selections saved from one layout and loaded into another: packing, padding, context parallelism, engines' files."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron.core.transformer.experimental_attention_variant.dsa import Layout, load_topk, save_topk, selection_io
+from megatron.core.transformer.experimental_attention_variant.dsa.backends.protocol import TopK
+from megatron.core.transformer.experimental_attention_variant.dsa.selection_file import read_topk
+from megatron.core.transformer.experimental_attention_variant.dsa.selection_io import save_topk_shards
+from tests.unit_tests.tree_rules import ROOT
+
+K = 5
+LAYERS = (1, 4)
+LENGTHS = (7, 1, 12, 4)
+
+
+def truth(length: int, layer: int, document: int) -> Tensor:
+    """Position ids ``[length, K]`` that some selector chose: random, ascending, then -1."""
+    generator = torch.Generator().manual_seed(1000 * layer + document)
+    rows = torch.full((length, K), -1, dtype=torch.int64)
+    for p in range(length):
+        chosen = torch.randperm(p + 1, generator=generator)[:K].sort().values
+        rows[p, : chosen.numel()] = chosen
+    return rows
+
+
+def selection(layout: Layout, layer: int, documents: Sequence[int], lengths: Sequence[int] = LENGTHS) -> TopK:
+    """What a layer holds when ``layout`` lays out ``documents``, counted by their keys."""
+    ids = torch.full((layout.num_rows, K), -1, dtype=torch.int32)
+    numbers = dict(zip(sorted({s.key_start for s in layout.segments}), documents, strict=True))
+    for s in layout.segments:
+        rows = truth(lengths[numbers[s.key_start]], layer, numbers[s.key_start])
+        rows = rows[s.causal_offset : s.causal_offset + s.num_rows]
+        ids[s.row_start : s.row_stop] = torch.where(rows < 0, -1, rows + s.key_start).int()
+    return TopK(ids, (ids >= 0).sum(-1, dtype=torch.int32), torch.zeros(ids.shape))
+
+
+def record(
+    layout: Layout, documents: Sequence[int] = (0, 1, 2, 3), lengths: Sequence[int] = LENGTHS
+) -> dict[int, TopK]:
+    return {layer: selection(layout, layer, documents, lengths) for layer in LAYERS}
+
+
+def offsets(lengths: Sequence[int], multiple: int = 1) -> tuple[int, ...]:
+    return tuple(accumulate((-(-n // multiple) * multiple for n in lengths), initial=0))
+
+
+def assert_same(loaded: dict[int, TopK], expected: dict[int, TopK]) -> None:
+    assert list(loaded) == list(expected)
+    for layer, topk in expected.items():
+        assert loaded[layer].scores_TK is None
+        assert loaded[layer].indices_TK.dtype == loaded[layer].length_T.dtype == torch.int32
+        assert torch.equal(loaded[layer].indices_TK, topk.indices_TK)
+        assert torch.equal(loaded[layer].length_T, topk.length_T)
+
+
+PACKED = Layout.packed(offsets(LENGTHS))
+PADDED = Layout.packed(offsets(LENGTHS), offsets(LENGTHS, 8))
+
+
+def shards(size: int) -> list[Layout]:
+    return [Layout.zigzag(offsets(LENGTHS), size, rank, offsets(LENGTHS, 2 * size)) for rank in range(size)]
+
+
+def present(layout: Layout, size: int) -> list[int]:
+    """Which documents a shard holds rows of."""
+    starts = {s.key_start for s in layout.segments}
+    return [m for m, start in enumerate(offsets(LENGTHS, 2 * size)[:-1]) if start in starts]
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    path = tmp_path / "keys.safetensors"
+    save_topk(path, record(PACKED), PACKED)
+    return path
+
+
+def test_the_file_holds_document_local_positions_and_another_library_reads_it(saved: Path) -> None:
+    tensors = load_file(saved)
+    assert set(tensors) == {f"layer.{layer}.document.{m}" for layer in LAYERS for m in range(4)}
+    for layer in LAYERS:
+        for m, length in enumerate(LENGTHS):
+            expected = truth(length, layer, m)[:, : min(K, length)].int()
+            assert torch.equal(tensors[f"layer.{layer}.document.{m}"], expected)
+
+
+def test_another_packing_and_padding(saved: Path) -> None:
+    assert_same(load_topk(saved, PACKED), record(PACKED))
+    assert_same(load_topk(saved, PADDED), record(PADDED))
+    tail = Layout.packed((*offsets(LENGTHS), 24), (*offsets(LENGTHS), 40))
+    assert_same(load_topk(saved, Layout(tail.num_rows, tail.num_keys, PACKED.segments)),
+                record(Layout(tail.num_rows, tail.num_keys, PACKED.segments)))  # fmt: skip
+
+
+def test_the_same_file_whatever_layout_it_was_recorded_in(saved: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    save_topk(other, record(PADDED), PADDED)
+    assert other.read_bytes() == saved.read_bytes()
+    for size in (2, 3):
+        save_topk_shards(other, [(record(s, present(s, size)), s) for s in shards(size)])
+        assert other.read_bytes() == saved.read_bytes()
+    halves = [PACKED.slice_rows(0, 13), PACKED.slice_rows(13, 24)]
+    parts = [({n: topk.rows(a, b) for n, topk in record(PACKED).items()}, s)
+             for s, (a, b) in zip(halves, ((0, 13), (13, 24)), strict=True)]  # fmt: skip
+    save_topk_shards(other, parts)
+    assert other.read_bytes() == saved.read_bytes()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_another_context_parallel_size(saved: Path, size: int) -> None:
+    for shard in shards(size):
+        own = present(shard, size)
+        assert_same(load_topk(saved, shard, documents=own), record(shard, own))
+
+
+def test_a_shard_that_lacks_a_document_has_to_name_its_own(saved: Path) -> None:
+    shard = shards(2)[1]
+    assert present(shard, 2) == [0, 2, 3]
+    with pytest.raises(ValueError, match="gives 4 documents to a layout with rows of 3: say by documents="):
+        load_topk(saved, shard)
+
+
+def test_documents_in_another_order_and_a_part_of_them(saved: Path) -> None:
+    for documents in ((3, 2, 1, 0), (2,), (2, 0), (1, 1)):
+        layout = Layout.packed(offsets([LENGTHS[m] for m in documents]))
+        assert_same(load_topk(saved, layout, documents=documents), record(layout, documents))
+
+
+@settings(max_examples=30)
+@given(
+    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=5),
+    sizes=st.tuples(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4])),
+    extra=st.integers(0, 2),
+)
+def test_any_layout_to_any_other(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], sizes: tuple[int, int], extra: int
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "any"
+    layouts = []
+    for size in sizes:
+        padding = tuple(accumulate((2 * size * (extra + -(-n // (2 * size))) for n in lengths), initial=0))
+        ranks = [Layout.zigzag(offsets(lengths), size, rank, padding) for rank in range(size)]
+        own = [[m for m, start in enumerate(padding[:-1]) if start in {s.key_start for s in r.segments}] for r in ranks]
+        layouts.append(list(zip(ranks, own, strict=True)))
+    first, second = layouts
+    save_topk_shards(path, [(record(layout, own, lengths), layout) for layout, own in first])
+    for layout, own in second:
+        assert_same(load_topk(path, layout, documents=own), record(layout, own, lengths))
+
+
+def test_a_document_may_be_cut_at_its_end(saved: Path) -> None:
+    layout = Layout.packed((0, 5))
+    cut = load_topk(saved, layout, documents=[2])
+    assert torch.equal(cut[4].indices_TK, truth(12, 4, 2)[:5].int())
+
+
+def test_an_engines_file_may_be_unsorted_wide_and_int64(tmp_path: Path) -> None:
+    path = tmp_path / "engine"
+    shuffled = {
+        f"layer.{layer}.document.{m}": truth(n, layer, m).flip(-1) for layer in LAYERS for m, n in enumerate(LENGTHS)
+    }
+    save_file(shuffled, path)
+    assert_same(load_topk(path, PACKED), record(PACKED))
+
+
+def test_the_width_survives_documents_shorter_than_it(tmp_path: Path) -> None:
+    layout, path = Layout.packed((0, 2)), tmp_path / "short"
+    save_topk(path, record(layout, [0], [2]), layout)
+    assert read_topk(path).topk == K and load_topk(path, layout)[1].indices_TK.shape == (2, K)
+
+
+def test_replaying_a_loaded_selection_attends_to_those_keys(tmp_path: Path) -> None:
+    """The loaded ids pass the attention of another layout and give the same outputs row by row."""
+    from megatron.core.transformer.experimental_attention_variant.dsa.backends.protocol import AttentionInputs
+    from megatron.core.transformer.experimental_attention_variant.dsa.reference import ReferenceBackend
+
+    from .golden_fp8 import fp8_config
+
+    path, backend = tmp_path / "keys", ReferenceBackend(fp8_config("08"))
+    save_topk(path, record(PACKED), PACKED)
+    torch.manual_seed(0)
+    q, kv = torch.randn(24, 2, 80), torch.randn(24, 80)
+    plain = backend.attend(AttentionInputs(q, kv, 0.1), load_topk(path, PACKED)[1], PACKED).out_THV
+    real = torch.cat([torch.arange(8 * m, 8 * m + n) for m, n in zip((0, 1, 2, 4), LENGTHS, strict=True)])
+    q2, kv2 = torch.full((40, 2, 80), torch.nan), torch.full((40, 80), torch.nan)
+    q2[real], kv2[real] = q, kv
+    padded = backend.attend(AttentionInputs(q2, kv2, 0.1), load_topk(path, PADDED)[1], PADDED).out_THV
+    assert torch.allclose(padded[real], plain, atol=1e-6)
+
+
+# ---- errors ----
+
+
+def test_saving_refuses_what_it_cannot_tell(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    with pytest.raises(ValueError, match="Nothing was recorded"):
+        save_topk(path, {}, PACKED)
+    with pytest.raises(ValueError, match="Layer 1 recorded 24 rows, but the layout has 40"):
+        save_topk(path, record(PACKED), PADDED)
+    shard = shards(2)[0]
+    with pytest.raises(ValueError, match="No rank that saves holds token 2 of document 0"):
+        save_topk(path, record(shard, present(shard, 2)), shard)
+    with pytest.raises(ValueError, match=r"The shards recorded layers \[\[1, 4\], \[1\]\]"):
+        save_topk_shards(path, [(record(PACKED), PACKED), ({1: record(PACKED)[1]}, PACKED)])
+    changed = record(PACKED)
+    changed[4].indices_TK[23, 0] += 1
+    with pytest.raises(ValueError, match="Two ranks hold the same rows of document 3 with different keys"):
+        save_topk_shards(path, [(record(PACKED), PACKED), (changed, PACKED)])
+    with pytest.raises(FileNotFoundError):
+        save_topk(tmp_path / "missing" / "keys", record(PACKED), PACKED)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_save_keeps_the_file_before_it(saved: Path) -> None:
+    before, changed = saved.read_bytes(), record(PACKED)
+    changed[4].indices_TK[23, 0] += 1
+    with pytest.raises(ValueError, match="Two ranks"):
+        save_topk_shards(saved, [(record(PACKED), PACKED), (changed, PACKED)])
+    assert saved.read_bytes() == before and list(saved.parent.iterdir()) == [saved]
+
+
+def test_loading_refuses_other_documents(saved: Path) -> None:
+    with pytest.raises(ValueError, match="Document 0 of .* has 7 tokens, but the layout asks for 8"):
+        load_topk(saved, Layout.packed((0, 8)), documents=[0])
+    with pytest.raises(ValueError, match="has no document 4: it holds documents 0 to 3"):
+        load_topk(saved, Layout.packed((0, 7)), documents=[4])
+
+
+BAD_ROWS = {
+    "a future key": [[0, -1], [2, -1], [0, 1]],
+    "a key twice": [[0, -1], [1, 1], [0, 1]],
+    "a negative position": [[0, -1], [-2, 0], [0, 1]],
+    "no key": [[0, -1], [-1, -1], [0, 1]],
+    "a position past the document": [[0, -1], [9, -1], [0, 1]],
+}
+
+
+@pytest.mark.parametrize("name", BAD_ROWS)
+def test_an_impossible_selection_is_named(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "keys"
+    save_file({"layer.2.document.0": torch.tensor(BAD_ROWS[name], dtype=torch.int32)}, path)
+    with pytest.raises(ValueError, match="token 1 of layer 2, document 0 selects no key"):
+        load_topk(path, Layout.packed((0, 3)))
+
+
+def test_a_damaged_or_foreign_file_is_named(saved: Path, tmp_path: Path) -> None:
+    whole, path = saved.read_bytes(), tmp_path / "bad"
+    path.write_bytes(whole[:-1])
+    with pytest.raises(ValueError, match=f"has {len(whole) - 1} bytes, but its header names {len(whole)}"):
+        read_topk(path)
+    for content in (b"", b"1234567", whole[:100], b"\xff" * 64, b"\x02" + b"\0" * 7 + b"[]"):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="is no safetensors file"):
+            read_topk(path)
+    foreign = [
+        ({"weight": torch.zeros(2, 2)}, "holds 'weight' of type F32"),
+        ({"layer.1.document.0": torch.zeros(2, 2)}, "holds 'layer.1.document.0' of type F32"),
+        ({"layer.1.document.0": torch.zeros(2, dtype=torch.int32)}, r"shape \[2\]"),
+        ({"layer.1.document.1": torch.zeros(2, 1, dtype=torch.int32)}, "the same documents, counted from 0"),
+        (
+            {"layer.1.document.0": torch.zeros(2, 1, dtype=torch.int32),
+             "layer.2.document.0": torch.zeros(3, 1, dtype=torch.int32)},
+            "equally long",
+        ),
+        (
+            {"layer.1.document.0": torch.zeros(2, 1, dtype=torch.int32),
+             "layer.2.document.1": torch.zeros(2, 1, dtype=torch.int32)},
+            "the same documents",
+        ),
+    ]  # fmt: skip
+    for tensors, message in foreign:
+        save_file(tensors, path)
+        with pytest.raises(ValueError, match=message):
+            read_topk(path)
+    with pytest.raises(FileNotFoundError):
+        load_topk(tmp_path / "gone", PACKED)
+
+
+# ---- ranks ----
+
+_RANK = """
+import sys
+import torch.distributed as dist
+from tests.unit_tests.core.transformer.experimental_attention_variant.dsa import test_selection_io as t
+
+rank, store, path = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+shard = t.shards(2)[rank]
+own = t.record(shard, t.present(shard, 2))
+t.save_topk(path, own, shard, dist.group.WORLD)
+print("saved")
+doubled = t.record(t.PACKED)
+if rank:
+    doubled[1].indices_TK[23, 0] += 1
+for save in (lambda: t.save_topk(path, doubled, t.PACKED, dist.group.WORLD),
+             lambda: t.save_topk(path, own if rank else {}, shard, dist.group.WORLD)):
+    try:
+        save()
+    except ValueError as error:
+        print(error)
+dist.destroy_process_group()
+"""
+
+
+def test_two_ranks_gather_to_one_file_and_fail_together(saved: Path, tmp_path: Path) -> None:
+    path = tmp_path / "gathered"
+    arguments = [str(tmp_path / "store"), str(path)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", _RANK, str(rank), *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        output = rank.communicate(timeout=120)[0]
+        assert rank.returncode == 0
+        assert output.splitlines()[0] == "saved"
+        assert "Two ranks hold the same rows of document 3" in output and "Nothing was recorded" in output
+    assert path.read_bytes() == saved.read_bytes()
+
+
+def test_the_package_exports_both() -> None:
+    assert save_topk is selection_io.save_topk and load_topk is selection_io.load_topk
