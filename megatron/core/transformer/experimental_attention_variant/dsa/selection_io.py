@@ -189,8 +189,8 @@ def _match(saved: SavedTopK, layout: Layout, documents: Sequence[int] | None) ->
         number, tokens = number_at[s.key_start], s.key_stop - s.key_start
         if tokens > saved.tokens[number]:
             raise ValueError(
-                f"Document {number} of {saved.path} has {saved.tokens[number]} tokens, but the layout asks for {tokens}: "
-                "load the file of this batch."
+                f"Document {number} of {saved.path} has {saved.tokens[number]} tokens, but the layout asks for "
+                f"{tokens}: load the file of this batch."
             )
     return [(s, number_at[s.key_start]) for s in layout.segments]
 
