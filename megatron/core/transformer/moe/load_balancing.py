@@ -18,9 +18,10 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.transformer.experimental_attention_variant.dsa.layout import Layout
+from megatron.core.transformer.experimental_attention_variant.dsa.layout import Layout, row_bounds, valid_rows
 
 _CACHED_VIEWS = 64
 
@@ -39,16 +40,17 @@ def sequence_balance_loss(scores_TE: Tensor, topk: int, layout: Layout) -> Tenso
 
 @lru_cache(maxsize=_CACHED_VIEWS)
 def valid_row_ids(layout: Layout, device: torch.device) -> Tensor:
-    """Int64 ids of the rows that are no padding, ascending."""
-    runs = [torch.arange(s.row_start, s.row_stop) for s in layout.segments]
-    return torch.cat([*runs, torch.zeros(0, dtype=torch.int64)]).to(device)
+    """Int64 ids of the rows that are no padding, ascending; the device is not asked how many there are."""
+    order = valid_rows(layout, device).argsort(descending=True, stable=True)
+    return order[: layout.num_valid_rows]
 
 
 @lru_cache(maxsize=_CACHED_VIEWS)
 def _documents(layout: Layout, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Document of each valid row, and rows of each document. Segments of one document start at the same key."""
-    numbers: dict[int, int] = {}
-    document_of_segment = [numbers.setdefault(s.key_start, len(numbers)) for s in layout.segments]
-    rows = torch.tensor([s.num_rows for s in layout.segments], dtype=torch.int64)
-    document_T = torch.tensor(document_of_segment, dtype=torch.int64).repeat_interleave(rows)
-    return document_T.to(device), document_T.bincount(minlength=len(numbers)).to(device)
+    """Document of each valid row, and rows of each document: rows of one document see the same first key."""
+    starts, _ = row_bounds(layout, device)
+    first_key_T = starts[valid_row_ids(layout, device)]
+    document_T = F.pad((first_key_T[1:] != first_key_T[:-1]).long().cumsum(0), (min(len(first_key_T), 1), 0))
+    documents = len({segment.key_start for segment in layout.segments})
+    lengths_N = torch.zeros(documents, dtype=torch.int64, device=device)
+    return document_T, lengths_N.index_add_(0, document_T, torch.ones_like(document_T))
