@@ -1,24 +1,21 @@
-"""RMSNorm against its formula, and its order of roundings against transformers."""
+"""RMSNorm against its formula and its order of roundings."""
 
 from __future__ import annotations
 
-import pytest
 import torch
-from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaRMSNorm
 
 from megatron.core.transformer.torch_norm import RMSNorm
 from tests.unit_tests.core.tiny_model import tiny_config
 
 
-@pytest.mark.parametrize("eps", [1e-5, 1e-6])
-def test_bf16_rounds_where_transformers_rounds(eps: float) -> None:
-    ours = RMSNorm(tiny_config(params_dtype=torch.bfloat16), 64, eps=eps)
-    theirs = GlmMoeDsaRMSNorm(64, eps=eps).bfloat16()
+def test_bf16_is_normed_rounded_and_then_weighted() -> None:
+    norm = RMSNorm(tiny_config(params_dtype=torch.bfloat16), 64, eps=1e-6)
     with torch.no_grad():
-        ours.weight.uniform_(0.2, 5.0)
-        theirs.weight.copy_(ours.weight)
+        norm.weight.uniform_(0.2, 5.0)
     x = torch.randn(200, 64).bfloat16() * 1e-2
-    assert torch.equal(ours(x), theirs(x))
+    normed = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)
+    assert torch.equal(norm(x), norm.weight * normed.bfloat16())
+    assert not torch.equal(norm(x), (norm.weight.float() * normed).bfloat16())
 
 
 def test_epsilon_is_added_to_the_mean_square() -> None:
