@@ -132,10 +132,11 @@ def draw(layers: Sequence[LayerComparison], longest: int, title: str, path: Path
     lines.set(title=title, xlabel="layer", ylabel="share of the rows that choose", ylim=(-0.03, 1.03))
     lines.legend(loc="lower left")
     bins = torch.stack([c.bins for c in layers])
-    image = heat.imshow(
-        (bins[:, 1] / bins[:, 0]).numpy(),
-        aspect="auto", interpolation="nearest", vmin=0, vmax=1, extent=(0, longest, len(layers) - 0.5, -0.5),
-    )  # fmt: skip
+    overlap = bins[:, 1] / bins[:, 0]
+    lowest = min(0.99, float(overlap.nan_to_num(1.0).min()))
+    extent = (0, longest, len(layers) - 0.5, -0.5)
+    image = heat.imshow(overlap.numpy(), "viridis", aspect="auto", interpolation="nearest", vmin=lowest, vmax=1)
+    image.set_extent(extent)
     heat.set(xlabel="token's position in its document (blank: no row had to choose)", ylabel="layer")
     heat.set_yticks(range(len(layers)), numbers)
     figure.colorbar(image, ax=heat, label="mean overlap")
