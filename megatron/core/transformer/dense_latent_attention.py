@@ -9,8 +9,6 @@ Legend: T rows, S keys, H heads, D key width, L kv_lora_rank, V value width.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -39,9 +37,27 @@ class DenseLatentAttention(MegatronModule):
         self.softmax_scale = softmax_scale
 
     def forward(
-        self, query: Tensor, key: Tensor, *, up_v_weight: Tensor, context: ForwardContext, **_for_indexers: Any
+        self,
+        query: Tensor,
+        key: Tensor,
+        *,
+        up_v_weight: Tensor,
+        context: ForwardContext,
+        x: Tensor | None = None,
+        qr: Tensor | None = None,
     ) -> Tensor:
-        """Queries ``[T, H, D]``, keys ``[S, D]``, value projection ``[H, V, L]`` -> ``[T, H * V]``, 0 on padding."""
+        """Attend from absorbed queries to latent keys.
+
+        Args:
+            query: ``[T, H, D]``.
+            key: ``[S, D]``; values are its first ``kv_lora_rank`` channels.
+            up_v_weight: ``[H, V, L]``.
+            context: gives the layout.
+            x, qr: what an indexer would read; not used.
+
+        Returns:
+            ``[T, H * V]``, zero on padding rows.
+        """
         latent = self.config.kv_lora_rank
         pieces, row = [], 0
         for segment in context.layout.segments:
