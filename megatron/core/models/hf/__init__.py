@@ -6,12 +6,14 @@
 and skipped only when asked for) and writing FP8.
 """
 
-from megatron.core.models.hf.config_export import config_to_hf
+from megatron.core.models.hf.config_export import config_to_hf, portability_notes
 from megatron.core.models.hf.config_import import config_from_hf
 from megatron.core.models.hf.pretrained import (
     config_from_folder,
     from_pretrained,
     load_hf_weights,
+    materialize,
+    read_config,
     save_pretrained,
 )
 
@@ -21,5 +23,8 @@ __all__ = [
     "config_to_hf",
     "from_pretrained",
     "load_hf_weights",
+    "materialize",
+    "portability_notes",
+    "read_config",
     "save_pretrained",
 ]

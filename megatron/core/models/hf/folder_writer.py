@@ -39,6 +39,16 @@ class Entry:
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
+def require_free(folder: Path) -> None:
+    """Check that a folder can be written.
+
+    Raises:
+        ValueError: something is at ``folder`` already (an empty folder may be).
+    """
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ValueError(f"{folder} exists and is not an empty folder: remove it, or write to another one.")
+
+
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
     """A temporary folder that takes the name ``folder`` when the block ends well, and is removed when it does not.
@@ -46,8 +56,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     Raises:
         ValueError: something is at ``folder`` already (an empty folder may be).
     """
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ValueError(f"{folder} exists and is not an empty folder: remove it, or write to another one.")
+    require_free(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent))
     try:

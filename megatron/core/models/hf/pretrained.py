@@ -10,11 +10,12 @@ from __future__ import annotations
 import logging
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
@@ -46,6 +47,15 @@ _TOKENIZER_FILES = (
 )
 
 
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """The parsed config.json of a checkpoint folder.
+
+    Raises:
+        ValueError: there is none, or it is no JSON object.
+    """
+    return read_json(Path(folder) / CONFIG_NAME)
+
+
 def config_from_folder(
     folder: str | Path, *, dtype: torch.dtype = torch.float32, **overrides: Any
 ) -> MLATransformerConfig:
@@ -59,7 +69,7 @@ def config_from_folder(
     fields: dict[str, Any] = {"params_dtype": dtype}
     if dtype == torch.float32:
         fields["dsa_indexer_scoring_precision"] = "fp32"
-    config = config_from_hf(read_json(Path(folder) / CONFIG_NAME), **fields | overrides)
+    config = config_from_hf(read_config(folder), **fields | overrides)
     if "attention_latent_norm_epsilon" not in overrides:
         for note in portability_notes(config):
             logger.warning(note)
@@ -114,26 +124,35 @@ def from_pretrained(
     folder = Path(folder)
     # Built without memory first: weights that the checkpoint replaces are not drawn, and bad folders fail at once.
     model = build_gpt_model(config_from_folder(folder, dtype=dtype, **overrides), device="meta")
-    model.to_empty(device=torch.get_default_device())
-    for buffer in model.buffers():
-        buffer.zero_()  # counters are in no checkpoint and start at zero
+    materialize(model)
     _load(model, folder, skip_mtp=skip_mtp, progress=progress)
     return model
 
 
-def load_hf_weights(model: GPTModel, folder: str | Path, *, skip_mtp: bool = False, progress: bool = False) -> None:
+def materialize(model: GPTModel) -> GPTModel:
+    """Give a model that was built on the meta device memory: weights to be loaded, and buffers at zero.
+
+    Counters are in no checkpoint and start at zero.
+    """
+    model.to_empty(device=torch.get_default_device())
+    for buffer in model.buffers():
+        buffer.zero_()
+    return model
+
+
+def load_hf_weights(model: nn.Module, folder: str | Path, *, skip_mtp: bool = False, progress: bool = False) -> None:
     """Load the weights of a Hugging Face checkpoint folder into a model that was built otherwise.
 
     Raises:
         ValueError: the model's configuration computes something else than config.json says (every field named), or
             the tensors do not fit it.
     """
-    check_same_model(_mla_config(model), read_json(Path(folder) / CONFIG_NAME))
+    check_same_model(_mla_config(model), read_config(folder))
     _load(model, Path(folder), skip_mtp=skip_mtp, progress=progress)
 
 
 def save_pretrained(
-    model: GPTModel,
+    model: nn.Module,
     folder: str | Path,
     *,
     tokenizer_from: str | Path | None = None,
@@ -156,7 +175,7 @@ def save_pretrained(
     for note in portability_notes(config):
         logger.warning(note)
     if tokenizer_from is not None:
-        origin = read_json(Path(tokenizer_from) / CONFIG_NAME)
+        origin = read_config(tokenizer_from)
         hf |= {key: origin[key] for key in _TOKEN_ID_KEYS if key in origin}
     tensors = _whole_tensors(model)
     slots = {slot.hf: slot for slot in tensor_slots(config)}
@@ -174,14 +193,14 @@ def save_pretrained(
             _copy_tokenizer(Path(tokenizer_from), building)
 
 
-def _load(model: GPTModel, folder: Path, *, skip_mtp: bool, progress: bool) -> None:
-    hf = read_json(folder / CONFIG_NAME)
-    tensors = _whole_tensors(model)
-    slots = list(tensor_slots(_mla_config(model)))
+def _load(model: nn.Module, folder: Path, *, skip_mtp: bool, progress: bool) -> None:
+    hf = read_config(folder)
+    config, tensors = _mla_config(model), _whole_tensors(model)
+    slots = list(tensor_slots(config))
     _check_all_covered(tensors, slots)
     with TensorFolder(folder, block_shape(hf)) as files:
         shapes = files.shapes
-        mtp = _mtp_tensors(shapes, model.config.num_layers, hf)
+        mtp = _mtp_tensors(shapes, config.num_layers, hf)
         if mtp:
             _report_mtp(folder, mtp, skip_mtp)
         _check_tensors(folder, {name: shape for name, shape in shapes.items() if name not in mtp}, slots, tensors)
@@ -194,20 +213,21 @@ def _load(model: GPTModel, folder: Path, *, skip_mtp: bool, progress: bool) -> N
                 bar.update()
 
 
-def _mla_config(model: GPTModel) -> MLATransformerConfig:
-    if not isinstance(model.config, MLATransformerConfig):
+def _mla_config(model: nn.Module) -> MLATransformerConfig:
+    config = getattr(model, "config", None)
+    if not isinstance(config, MLATransformerConfig):
         raise ValueError(
-            f"The model's configuration is a {type(model.config).__name__}, but Hugging Face's DSA models use "
-            "multi-latent attention: build it from an MLATransformerConfig."
+            f"The model's configuration is a {type(config).__name__}, but Hugging Face's DSA models use multi-latent "
+            "attention: build it from an MLATransformerConfig."
         )
-    return model.config
+    return config
 
 
 def _bar(total: int, what: str, progress: bool) -> tqdm[Any]:
     return tqdm(total=total, desc=what, unit=" tensors", disable=not progress)
 
 
-def _whole_tensors(model: GPTModel) -> dict[str, torch.Tensor]:
+def _whole_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Name -> tensor sharing memory with the model."""
     tensors: dict[str, torch.Tensor] = model.state_dict()
     sharded = [name for name, tensor in tensors.items() if isinstance(tensor, DTensor)]
@@ -281,13 +301,16 @@ def _listed(names: Iterable[str]) -> str:
     )
 
 
+def computes_in_fp32(config: MLATransformerConfig) -> Callable[[str], bool]:
+    """Which of our tensors, by name, are FP32 whatever the model computes in: the router's, and FP32 key norms."""
+    suffixes = [".router.weight", ".router.expert_bias"]
+    if config.dsa_indexer_k_norm_fp32:
+        suffixes += [".indexer.k_norm.weight", ".indexer.k_norm.bias"]
+    return lambda name: name.endswith(tuple(suffixes))
+
+
 def _entry(slot: Slot, tensors: Mapping[str, torch.Tensor], config: MLATransformerConfig) -> Entry:
-    islands = (
-        ".router.weight",
-        ".router.expert_bias",
-        *((".k_norm.weight", ".k_norm.bias") * config.dsa_indexer_k_norm_fp32),
-    )
-    dtype = torch.float32 if slot.ours.endswith(islands) else config.params_dtype
+    dtype = torch.float32 if computes_in_fp32(config)(slot.ours) else config.params_dtype
     return Entry(slot.hf, dtype, tuple(slot.part(tensors[slot.ours]).shape))
 
 
