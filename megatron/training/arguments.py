@@ -3,7 +3,7 @@
 Every field that a command line can say becomes a flat flag under Megatron-LM's name, grouped in ``--help`` by its
 dataclass, with the field's docstring and its default. tyro parses into plain mirrors of the dataclasses, made here,
 and the real classes are built from them afterwards: so their checks run once and their messages reach the user as
-written. ``--preset`` swaps the model's defaults; flags that are given win.
+written. ``--preset`` and ``--load-hf`` swap the model's defaults; flags that are given win.
 
 Errors: tyro draws boxes, and a launcher's log wants one line. So the command line is split into flags here first,
 which finds unknown flags (with the nearest name), flags of Megatron that this package lacks
@@ -33,7 +33,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from megatron.core.models.gpt.presets import PRESETS, get_preset
+from megatron.core.models.gpt.presets import PRESETS
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.training.config import (
     CheckpointConfig,
@@ -45,6 +45,7 @@ from megatron.training.config import (
 )
 from megatron.training.data.config import DataConfig
 from megatron.training.megatron_flags import ABSENT, ALIASES, ALWAYS
+from megatron.training.model_defaults import model_defaults
 
 PROGRAM = "pretrain_gpt"
 _DESCRIPTION = textwrap.fill(
@@ -122,8 +123,8 @@ def parse_args(arguments: Sequence[str]) -> PretrainConfig:
     """
     given = _split(arguments)
     preset = given["preset"][-1] if given.get("preset") else None
-    parsed = _run_tyro(given, preset)
     try:
+        parsed = _run_tyro(given, model_defaults(given))
         values = {group: cls(**_fields(getattr(parsed, group))) for group, cls in _GROUPS.items()}
     except ValueError as error:
         raise CommandLineError(str(error)) from None
@@ -320,13 +321,13 @@ def _list_expression(name: str, text: str) -> list[int]:
 # ---- tyro ----
 
 
-def _run_tyro(given: dict[str, list[str]], preset: str | None) -> Any:
+def _run_tyro(given: dict[str, list[str]], model: MLATransformerConfig | None) -> Any:
     tokens = [token for name, values in given.items() for token in (f"--{name}", *values)]
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
             return tyro.cli(
-                _schema(preset),
+                _schema(model),
                 prog=PROGRAM,
                 description=_DESCRIPTION,
                 args=tokens,
@@ -338,13 +339,9 @@ def _run_tyro(given: dict[str, list[str]], preset: str | None) -> Any:
     raise CommandLineError(_rewrite(complaint.getvalue(), given))
 
 
-def _schema(preset: str | None) -> type:
-    """One plain dataclass whose fields mirror the groups."""
-    if preset is not None and preset not in PRESETS:
-        near = difflib.get_close_matches(preset, PRESETS, n=1)
-        advice = f"did you mean {near[0]}?" if near else f"use one of {', '.join(PRESETS)}."
-        raise CommandLineError(f"--preset {preset} is unknown: {advice}")
-    defaults = {"model": get_preset(preset)} if preset else {}
+def _schema(model: MLATransformerConfig | None) -> type:
+    """One plain dataclass whose fields mirror the groups; ``model`` holds the defaults of the model's flags."""
+    defaults = {"model": model} if model else {}
     preset_arg = tyro.conf.arg(help="Model whose shape to start from.", metavar="NAME", help_behavior_hint="")
     fields: list[Any] = [("preset", Annotated[str | None, preset_arg], None)]
     for group, cls in _GROUPS.items():

@@ -128,6 +128,11 @@ class CheckpointConfig:
     """Steps between checkpoints; without it only the end of the run is saved."""
     load: str | None = None
     """Directory whose latest checkpoint the run continues from; an empty one starts from scratch and says so."""
+    load_hf: str | None = None
+    """Folder of a Hugging Face checkpoint: sets the model's defaults, and gives the weights unless --load holds a
+    checkpoint (not in Megatron)."""
+    skip_mtp: bool = False
+    """Leave out the multi-token-prediction layers of --load-hf (not in Megatron)."""
     ckpt_step: int | None = None
     """Continue from this step's checkpoint instead of the latest."""
     exit_on_missing_checkpoint: bool = False
@@ -151,6 +156,10 @@ class CheckpointConfig:
         )
         for flag, given in (("--ckpt-step", self.ckpt_step is not None), ("--finetune", self.finetune)):
             _require(not given or self.load is not None, f"{flag} has nothing to load: give --load DIR, or drop it.")
+        _require(
+            not self.skip_mtp or self.load_hf is not None,
+            "--skip-mtp has no checkpoint to skip in: give --load-hf FOLDER, or drop it.",
+        )
 
 
 @dataclass

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from megatron.core.models.gpt.gpt_builder import build_gpt_model
+from megatron.core.models.hf import load_hf_weights, portability_notes
 from megatron.training.arguments import PretrainConfig
 from megatron.training.checkpointing import (
     Checkpoint,
@@ -107,11 +108,9 @@ def _dataset_sizes(config: PretrainConfig) -> tuple[int, int, int]:
 
 def _load(config: PretrainConfig, engine: Engine) -> tuple[Checkpoint | None, Progress, list[str]]:
     options = config.checkpoint
-    if options.load is None:
-        return None, Progress(), []
-    checkpoint = find_checkpoint(options)
+    checkpoint = None if options.load is None else find_checkpoint(options)
     if checkpoint is None:
-        return None, Progress(), [f"{options.load} holds no checkpoint yet: training starts from scratch."]
+        return None, Progress(), _initial_weights(config, engine)
     fresh = load_checkpoint(checkpoint, engine.model, engine.optimizer, options)
     if options.finetune:
         return checkpoint, Progress(), [f"Weights come from {checkpoint.path}; everything else starts afresh."]
@@ -120,6 +119,16 @@ def _load(config: PretrainConfig, engine: Engine) -> tuple[Checkpoint | None, Pr
     if fresh:
         notices.append(f"Optimizer state starts fresh for {len(fresh)} parameters that had none ({fresh[0]}, ...).")
     return checkpoint, progress, notices
+
+
+def _initial_weights(config: PretrainConfig, engine: Engine) -> list[str]:
+    """Fill a model that no checkpoint fills, and say with what."""
+    options = config.checkpoint
+    empty = [] if options.load is None else [f"{options.load} holds no checkpoint yet: training starts from scratch."]
+    if options.load_hf is None:
+        return empty
+    load_hf_weights(engine.model, options.load_hf, skip_mtp=options.skip_mtp, progress=True)
+    return [f"Weights come from {options.load_hf}.", *portability_notes(config.model)]
 
 
 class Trainer:
