@@ -1,0 +1,160 @@
+"""Convert between Hugging Face checkpoints and this package's: `python -m megatron.tools.convert_hf import|export`.
+
+    import --hf FOLDER --save DIR     a checkpoint of step 0 with weights alone, for `pretrain_gpt --load DIR`
+    export --load DIR --hf FOLDER     a folder that transformers, vLLM and SGLang load
+
+A checkpoint holds FP32 weights and, in its config.json, the options of its model; the data type that those name is the
+one that an export writes. Both directions write their result under its name when it is whole. Wrong flags and input
+that cannot be used end with one sentence and exit code 2, before anything is created.
+
+Left out: sharded conversion. The model must fit into this machine's memory in FP32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from megatron.core.models.gpt.gpt_builder import build_gpt_model
+from megatron.core.models.hf import config_to_hf, from_pretrained, materialize, read_config, save_pretrained
+from megatron.core.models.hf.folder_writer import require_free
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from megatron.training.checkpointing import LATEST, Progress, find_checkpoint, load_checkpoint, save_checkpoint
+from megatron.training.compute_params import as_fp32
+from megatron.training.config import CheckpointConfig
+
+PROGRAM = "convert_hf"
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        print(f"{PROGRAM}: {message}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog=PROGRAM, description="Convert checkpoints from and to Hugging Face.", allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser, metavar="import|export")
+    importing = commands.add_parser("import", help="Hugging Face folder -> checkpoint", allow_abbrev=False)
+    importing.add_argument("--hf", required=True, metavar="FOLDER", help="holds config.json and safetensors files")
+    importing.add_argument("--save", required=True, metavar="DIR", help="directory of the checkpoint")
+    importing.add_argument(
+        "--dsa-indexer-topk-freq",
+        nargs="+",
+        type=int,
+        metavar="N",
+        help="which layers select keys (1) or reuse them (0), one entry a layer; for irregular indexer_types",
+    )
+    importing.add_argument("--skip-mtp", action="store_true", help="leave out multi-token-prediction layers")
+    exporting = commands.add_parser("export", help="checkpoint -> Hugging Face folder", allow_abbrev=False)
+    exporting.add_argument("--load", required=True, metavar="DIR", help="directory of checkpoints")
+    exporting.add_argument("--hf", required=True, metavar="FOLDER", help="new folder to write")
+    exporting.add_argument("--ckpt-step", type=int, metavar="N", help="step to export instead of the latest")
+    exporting.add_argument("--dtype", choices=_DTYPES, help="data type to write instead of the model's own")
+    exporting.add_argument(
+        "--tokenizer-from", metavar="FOLDER", help="checkpoint whose tokenizer files and token ids are taken over"
+    )
+    return parser
+
+
+def import_checkpoint(folder: Path, save: Path, skip_mtp: bool = False, schedule: list[int] | None = None) -> Path:
+    """Write a Hugging Face checkpoint's weights as step 0 of ``save``; returns the checkpoint's directory.
+
+    Args:
+        schedule: an explicit ``dsa_indexer_topk_freq`` list, for checkpoints with an irregular one.
+
+    Raises:
+        ValueError: ``save`` holds a checkpoint already, or the folder cannot be read.
+    """
+    if (save / LATEST).exists():
+        raise ValueError(f"--save {save} holds a checkpoint already: give another directory.")
+    if save.exists() and not save.is_dir():
+        raise ValueError(f"--save {save} is a file: give a directory.")
+    hf = read_config(folder)
+    overrides: dict[str, Any] = {"dsa_indexer_scoring_precision": "bf16"}
+    if schedule is not None:
+        overrides["dsa_indexer_topk_freq"] = schedule
+    model = from_pretrained(folder, skip_mtp=skip_mtp, progress=True, **overrides)
+    assert isinstance(model.config, MLATransformerConfig)
+    config = _in_dtype(model.config, str(hf.get("dtype") or hf.get("torch_dtype")))
+    options = CheckpointConfig(save=str(save), save_optim=False, save_rng=False)
+    return save_checkpoint(save, Progress(), model, _no_optimizer(), options, {"model": _record(config)})
+
+
+def export_checkpoint(
+    load: Path, folder: Path, step: int | None = None, dtype: str | None = None, tokenizer_from: str | None = None
+) -> None:
+    """Write the model of a checkpoint as a Hugging Face folder.
+
+    Raises:
+        ValueError: there is no such checkpoint, its model cannot be expressed, or ``folder`` is in use.
+    """
+    require_free(folder)
+    options = CheckpointConfig(load=str(load), ckpt_step=step, exit_on_missing_checkpoint=True, finetune=True)
+    checkpoint = find_checkpoint(options)
+    assert checkpoint is not None
+    config = _recorded_config(checkpoint.path / "config.json")
+    config = config if dtype is None else _in_dtype(config, dtype)
+    config_to_hf(config)  # before the weights are read, for its refusals
+    model = as_fp32(materialize(build_gpt_model(config, device="meta")))
+    load_checkpoint(checkpoint, model, _no_optimizer(), options)
+    save_pretrained(model, folder, tokenizer_from=tokenizer_from, progress=True)
+
+
+def _no_optimizer() -> torch.optim.Optimizer:
+    """Fills the place of the optimizer, whose state is neither saved nor loaded here."""
+    return torch.optim.SGD([nn.Parameter(torch.zeros(()))])
+
+
+def _in_dtype(config: MLATransformerConfig, name: str) -> MLATransformerConfig:
+    """The configuration of the same model computing in a data type; FP32 for names without meaning here."""
+    dtype = _DTYPES.get(name, torch.float32)
+    return dataclasses.replace(config, params_dtype=dtype, bf16=dtype == torch.bfloat16)
+
+
+def _record(config: MLATransformerConfig) -> dict[str, Any]:
+    fields = dataclasses.asdict(config)
+    return {name: str(value) if isinstance(value, torch.dtype) else value for name, value in fields.items()}
+
+
+def _recorded_config(path: Path) -> MLATransformerConfig:
+    """The model's options in a checkpoint's config.json."""
+    try:
+        recorded = json.loads(path.read_text(encoding="utf-8"))["model"]
+        known = {field.name for field in dataclasses.fields(MLATransformerConfig)}
+        fields = {name: value for name, value in recorded.items() if name in known}
+        dtype = getattr(torch, str(fields.pop("params_dtype")).removeprefix("torch."))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path} does not hold the options of a model ({error!r}): export another checkpoint."
+        ) from None
+    return MLATransformerConfig(**fields, params_dtype=dtype)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    args = _parser().parse_args(arguments)
+    try:
+        if args.command == "import":
+            path = import_checkpoint(Path(args.hf), Path(args.save), args.skip_mtp, args.dsa_indexer_topk_freq)
+            print(f"Wrote {path}; train it with: pretrain_gpt --load-hf {args.hf} --load {args.save}")
+        else:
+            export_checkpoint(Path(args.load), Path(args.hf), args.ckpt_step, args.dtype, args.tokenizer_from)
+            print(f"Wrote {args.hf}")
+    except (ValueError, OSError) as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
