@@ -130,6 +130,8 @@ class TransformerConfig:
     """Scales of FP8 scoring: powers of two, plain FP32 (SGLang's GLM path), or plain for keys (its DeepSeek path)."""
     dsa_indexer_fp8_check_finite: bool = False
     """Stop where an indexer query or key of FP8 scoring is NaN or infinite; waits for the device in every layer."""
+    dsa_match_engine: Literal["vllm", "sglang", "lmdeploy", "deepseek"] | None = None
+    """Set what is needed to select the keys that an inference engine selects in FP8 (docs/rl_parity.md)."""
     dsa_kernel_backend: str = "none"
     """Kernels of DSA: "none" (plain PyTorch, runs anywhere) or "cudnn" (cuDNN Frontend and FlashMLA, Hopper)."""
 
@@ -297,3 +299,7 @@ class MLATransformerConfig(TransformerConfig):
                 f"q_lora_rank={self.q_lora_rank} with qk_layernorm={self.qk_layernorm}: this package's MLA needs a "
                 "query latent with its RMSNorm; set q_lora_rank to a positive rank and qk_layernorm to True."
             )
+        if self.dsa_match_engine is not None:
+            from megatron.core.transformer.experimental_attention_variant.dsa.engines import apply_engine
+
+            apply_engine(self.dsa_match_engine, vars(self), explicit=vars(self))
