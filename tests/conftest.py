@@ -9,7 +9,7 @@ hand the counts over).
 import os
 import re
 from collections import Counter
-from functools import lru_cache
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ def _reason_to_leave_out(item: pytest.Item, has_device: bool) -> str | None:
     return NOT_ASKED if long and not asked else None
 
 
-@lru_cache(maxsize=None)
+@cache
 def _imports_transformers(path: Path) -> bool:
     """Whether a test file imports transformers, itself or through another file of the suite."""
     source = path.read_text(encoding="utf-8")
