@@ -45,7 +45,7 @@ from megatron.training.config import (
 )
 from megatron.training.data.config import DataConfig
 from megatron.training.megatron_flags import ABSENT, ALIASES, ALWAYS
-from megatron.training.model_defaults import model_defaults
+from megatron.training.model_defaults import match_engine, model_defaults
 
 PROGRAM = "pretrain_gpt"
 _DESCRIPTION = textwrap.fill(
@@ -68,6 +68,7 @@ class PretrainConfig:
     logging: LoggingConfig
     distributed: DistributedConfig
     preset: str | None = None
+    notices: tuple[str, ...] = ()
 
 
 _GROUPS: dict[str, type] = {
@@ -125,10 +126,12 @@ def parse_args(arguments: Sequence[str]) -> PretrainConfig:
     preset = given["preset"][-1] if given.get("preset") else None
     try:
         parsed = _run_tyro(given, model_defaults(given))
-        values = {group: cls(**_fields(getattr(parsed, group))) for group, cls in _GROUPS.items()}
+        fields = {group: _fields(getattr(parsed, group)) for group in _GROUPS}
+        fields["model"], notices = match_engine(fields["model"], given)
+        values = {group: cls(**fields[group]) for group, cls in _GROUPS.items()}
     except ValueError as error:
         raise CommandLineError(str(error)) from None
-    return PretrainConfig(**values, preset=preset)
+    return PretrainConfig(**values, preset=preset, notices=notices)
 
 
 def _fields(mirror: Any) -> dict[str, Any]:

@@ -1,11 +1,15 @@
-"""Where the defaults of the model's flags come from: a preset, a Hugging Face checkpoint, or Megatron's own."""
+"""Where the values of the model's flags come from, if not from the command line: a preset, a Hugging Face checkpoint,
+Megatron's own defaults, or the inference engine that is to be matched.
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from megatron.core.models.gpt.presets import PRESETS, get_preset
+from megatron.core.transformer.experimental_attention_variant.dsa.engines import apply_engine, describe_engine
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 
@@ -30,6 +34,23 @@ def model_defaults(given: Mapping[str, Sequence[str]]) -> MLATransformerConfig |
         advice = f"did you mean {near[0]}?" if near else f"use one of {', '.join(PRESETS)}."
         raise ValueError(f"--preset {preset} is unknown: {advice}")
     return get_preset(preset)
+
+
+def match_engine(fields: Mapping[str, Any], given: Collection[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The model's fields as --dsa-match-engine wants them, and a sentence about what it changed.
+
+    Args:
+        fields: values of all flags of the model, given or default.
+        given: names of the flags that were typed.
+
+    Raises:
+        ValueError: a flag that was typed disagrees, or the engine does not run the model.
+    """
+    engine = fields["dsa_match_engine"]
+    if engine is None:
+        return dict(fields), ()
+    options = apply_engine(engine, fields, {name.removeprefix("no-").replace("-", "_") for name in given})
+    return {**fields, **options}, (describe_engine(engine, options, fields),)
 
 
 def _hugging_face(folder: str, schedule: Sequence[str]) -> MLATransformerConfig:

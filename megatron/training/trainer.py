@@ -42,8 +42,9 @@ from megatron.training.optimizer import build_optimizer
 from megatron.training.report import CURVE_FILE, SUMMARY_FILE, describe, plot_curves, write_summary
 from megatron.training.scheduler import learning_rate
 from megatron.training.signals import StopRequest, stop_requests
-from megatron.training.step import Engine, RunStopped, StepResult, evaluate, train_step, workload
+from megatron.training.step import Engine, NonFiniteError, RunStopped, StepResult, evaluate, train_step, workload
 from megatron.training.tokenizer import Tokenizer
+from megatron.training.validate import require_memory
 
 
 @dataclass
@@ -67,6 +68,7 @@ def prepare(config: PretrainConfig, tokenizer: Tokenizer, device: torch.device) 
     datasets = build_datasets(config.data, _dataset_sizes(config), tokenizer)
     if datasets[0] is None and not config.training.skip_train:
         raise ValueError("The training set is empty: give it a share of --split, or name --train-data-path.")
+    require_memory(config.model, device)
     torch.manual_seed(config.data.seed)
     if config.model.deterministic_mode:
         torch.use_deterministic_algorithms(True)
@@ -149,7 +151,7 @@ class Trainer:
         self.record = config_record(config)
         self.metrics = MetricsWriter(config.logging, self.log_dir, self.progress.step + 1, self.record)
         self.console = Console(self.progress.step, train_iters, config.logging.log_interval)
-        for notice in prepared.notices:
+        for notice in (*config.notices, *prepared.notices):
             self.console.say(notice)
 
     def run(self) -> int:
@@ -161,7 +163,7 @@ class Trainer:
                 self._finish()
             return 0
         except RunStopped as error:
-            self.console.say(f"{error} at step {self.progress.step + 1}: training stops; {self._advice()}.")
+            self.console.say(f"{error}: training stops; {self._advice()}.")
             return 1
         finally:
             self.console.close()
@@ -169,7 +171,7 @@ class Trainer:
 
     def _advice(self) -> str:
         if self.last_good is None:
-            return "no checkpoint was saved before it, so lower --lr or check the data and start again"
+            return "there is no checkpoint to continue from"
         good = self.last_good
         return f"the last good checkpoint is {good.path} (step {good.progress.step}), continue it with --load"
 
@@ -219,7 +221,10 @@ class Trainer:
         measured = self.topk is not None and interval > 0 and (step % interval == 0 or step in (1, self.train_iters))
         probe = MassProbe(self.config.logging.dsa_log_mass_rows) if measured else None
         rate = learning_rate(self.config.optimizer, self.progress.step, self.train_iters)
-        result = train_step(self.engine, micro_batches, rate, probe)
+        try:
+            result = train_step(self.engine, micro_batches, rate, probe)
+        except NonFiniteError as error:
+            raise NonFiniteError(f"{error} at step {step}") from None
         self.progress.step = step
         self.progress.consumed_samples += self.batch_size
         work = workload(micro_batches, self.topk)
@@ -229,7 +234,7 @@ class Trainer:
         try:
             return list(islice(stream, self.batch_size // self.micro_batch_size))
         except (OSError, ValueError) as error:
-            raise RunStopped(f"The data cannot be read ({error})") from error
+            raise RunStopped(f"The data of step {self.progress.step + 1} cannot be read ({error})") from error
 
     def _flops(self, work: Any) -> float:
         return training_flops(self.config.model, work)
@@ -270,10 +275,11 @@ class Trainer:
         if options.save is None or self.saved_step == self.progress.step:
             return
         self.metrics.sync()
-        progress = dataclasses.replace(self.progress)
-        path = save_checkpoint(
-            Path(options.save), progress, self.engine.model, self.engine.optimizer, options, self.record
-        )
+        progress, engine = dataclasses.replace(self.progress), self.engine
+        try:
+            path = save_checkpoint(Path(options.save), progress, engine.model, engine.optimizer, options, self.record)
+        except OSError as error:
+            raise RunStopped(f"The checkpoint of step {progress.step} cannot be saved ({error})") from error
         self.saved_step, self.last_good = progress.step, Checkpoint(path, progress)
 
     def _finish(self) -> None:

@@ -50,3 +50,46 @@ def test_an_irregular_schedule_is_read_with_its_list(tmp_path: Path) -> None:
 def test_contradictions_are_one_sentence(flags: list[str], message: str) -> None:
     with pytest.raises(CommandLineError, match=message.replace("?", "\\?")):
         parse_args(flags)
+
+
+FP8 = ["--dsa-kernel-backend", "cudnn", "--dsa-indexer-loss-coeff", "0"]
+
+
+def test_matching_an_engine_sets_what_it_needs_and_says_so() -> None:
+    config = parse_args(["--preset", "glm-5", "--dsa-match-engine", "sglang", *FP8])
+    model = config.model
+    assert (model.dsa_indexer_scoring_precision, model.dsa_indexer_fp8_scale_format) == ("fp8", "fp32")
+    assert model.dsa_indexer_rope_fp32 and model.dsa_indexer_rope_table_dtype == "fp32"
+    assert model.attention_latent_norm_epsilon == model.layernorm_epsilon == 1e-5
+    (notice,) = config.notices
+    assert notice.startswith("Matching sglang: ") and "dsa_indexer_rope_fp32 False -> True" in notice
+    assert parse_args(["--preset", "glm-5"]).notices == ()
+
+
+def test_matching_follows_the_checkpoints_rotary_pairs() -> None:
+    config = parse_args(["--load-hf", FOLDER, "--dsa-match-engine", "vllm", *FP8])
+    assert config.model.dsa_indexer_rope_interleaved
+    with pytest.raises(CommandLineError, match="runs DeepSeek-V3.2 alone"):
+        parse_args(["--load-hf", FOLDER, "--dsa-match-engine", "deepseek", *FP8])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--no-dsa-indexer-rope-fp32"], "means dsa_indexer_rope_fp32=True, but it is False"),
+        (["--dsa-indexer-scoring-precision", "bf16"], "means dsa_indexer_scoring_precision='fp8', but it is 'bf16'"),
+        (["--dsa-indexer-rotate-activation"], "means dsa_indexer_rotate_activation=False, but it is True"),
+        (["--dsa-kernel-backend", "none"], "needs dsa_kernel_backend='cudnn', but it is 'none'"),
+        (["--dsa-indexer-loss-coeff", "0.1"], "cannot train the indexer"),
+    ],
+)
+def test_a_flag_that_disagrees_with_the_engine_is_one_sentence(flags: list[str], message: str) -> None:
+    line = ["--preset", "glm-5", "--dsa-match-engine", "vllm", *FP8]
+    with pytest.raises(CommandLineError, match=message):
+        parse_args([*line, *flags])
+
+
+def test_a_flag_that_agrees_with_the_engine_is_taken() -> None:
+    line = ["--preset", "glm-5", *FP8]
+    agreeing = parse_args([*line, "--dsa-match-engine", "vllm", "--dsa-indexer-rope-fp32"])
+    assert agreeing.model == parse_args([*line, "--dsa-match-engine", "vllm"]).model

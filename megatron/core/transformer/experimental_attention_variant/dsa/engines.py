@@ -38,13 +38,18 @@ def engine_options(engine: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         engine: one of ``ENGINES``.
-        values: the model's fields; its rotary pairing, rope type and block norm epsilon are read.
+        values: the model's fields; its variant, rotary pairing, rope type and block norm epsilon are read.
 
     Raises:
         ValueError: the engine is unknown, or does not run the model.
     """
     if engine not in ENGINES:
         raise ValueError(f"dsa_match_engine={engine!r} is unknown: use one of {', '.join(ENGINES)}.")
+    if values["experimental_attention_variant"] != "dsa":
+        raise ValueError(
+            f"dsa_match_engine={engine!r} matches a DSA indexer, but experimental_attention_variant is "
+            f"{values['experimental_attention_variant']!r}: use 'dsa'."
+        )
     pairs_neighbours = bool(values["dsa_indexer_rope_interleaved"])
     if (engine, pairs_neighbours) not in _POLICIES:
         raise ValueError(

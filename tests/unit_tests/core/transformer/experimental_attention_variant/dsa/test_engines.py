@@ -98,6 +98,8 @@ def test_unknown_engines_and_models_are_refused() -> None:
         engine_options("trt", fields("GLM"))
     with pytest.raises(ValueError, match="runs DeepSeek-V3.2 alone"):
         engine_options("deepseek", fields("GLM"))
+    with pytest.raises(ValueError, match="experimental_attention_variant is None: use 'dsa'"):
+        engine_options("vllm", {**fields("GLM"), "experimental_attention_variant": None})
 
 
 def test_the_sentence_names_what_changed() -> None:
