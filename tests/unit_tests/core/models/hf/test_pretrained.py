@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from megatron.core.models.gpt import GPTModel, build_gpt_model, get_preset
@@ -350,3 +352,40 @@ def test_fp8_checkpoint_in_shards_of_random_order(tmp_path: Path) -> None:
     save_pretrained(model, tmp_path / "out")
     same_tensors(tmp_path / "out", meant)
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+def test_fp8_scoring_leaves_the_indexers_weights_alone(tmp_path: Path) -> None:
+    """What keys and queries are scored in is no storage type: engines fuse these weights in BF16."""
+    model = from_pretrained(FIXTURES / "c_v32_yarn", dtype=torch.bfloat16)
+    model.config.dsa_kernel_backend, model.config.dsa_indexer_scoring_precision = "cudnn", "fp8"
+    save_pretrained(model, tmp_path / "out")
+    written = load_file(tmp_path / "out" / SINGLE_NAME)
+    assert {tensor.dtype for name, tensor in written.items() if ".indexer." in name} == {torch.bfloat16}
+    assert not any(name.endswith("_scale_inv") for name in written)
+
+
+# ---- models that cannot be written or filled ----
+
+
+def test_sharded_parameters_are_refused(tmp_path: Path) -> None:
+    model = from_pretrained(FIXTURES / "a_glm_plain")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        norm = model.decoder.final_layernorm
+        norm.weight = torch.nn.Parameter(distribute_tensor(norm.weight.data, init_device_mesh("cpu", (1,))))
+        with pytest.raises(ValueError, match="1 parameters are sharded .*final_layernorm"):
+            save_pretrained(model, tmp_path / "out")
+        with pytest.raises(ValueError, match="import before the model is sharded"):
+            load_hf_weights(model, FIXTURES / "a_glm_plain")
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_parameters_without_a_name_there_are_refused(tmp_path: Path) -> None:
+    model = from_pretrained(FIXTURES / "a_glm_plain")
+    model.decoder.adapter = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="2 tensors without a Hugging Face counterpart.*decoder.adapter.bias"):
+        save_pretrained(model, tmp_path / "out")
+    with pytest.raises(ValueError, match="configuration is a NoneType"):
+        save_pretrained(torch.nn.Linear(2, 2), tmp_path / "out")
+    assert os.listdir(tmp_path) == []
