@@ -15,8 +15,8 @@ several documents in one sequence.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -44,11 +44,12 @@ class Batch:
     packed_seq_params: PackedSeqParams | None
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same micro-batch on `device`; offsets are rebuilt from the host copy, so nothing synchronizes."""
+        """The same micro-batch on `device`, host offsets included; does not wait for the device."""
         packed = self.packed_seq_params
         if packed is not None:
-            assert packed.offsets is not None
-            packed = PackedSeqParams.from_offsets(packed.offsets, packed.padded_offsets, device)
+            tensors = {name: value for name, value in vars(packed).items() if isinstance(value, Tensor)}
+            moved: dict[str, Any] = {name: value.to(device, non_blocking=True) for name, value in tensors.items()}
+            packed = replace(packed, **moved)
         tokens, labels, loss_mask = (
             tensor.to(device, non_blocking=True) for tensor in (self.tokens, self.labels, self.loss_mask)
         )

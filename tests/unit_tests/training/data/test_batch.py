@@ -105,6 +105,8 @@ def test_a_micro_batch_moves_with_its_offsets(device: str) -> None:
     assert moved.tokens.device.type == moved.labels.device.type == moved.loss_mask.device.type == device
     assert moved.packed_seq_params is not None and moved.packed_seq_params.cu_seqlens_q is not None
     assert moved.packed_seq_params.cu_seqlens_q.device.type == device
+    assert moved.packed_seq_params.cu_seqlens_kv is not None
+    assert moved.packed_seq_params.cu_seqlens_kv.device.type == device
     assert moved.packed_seq_params.offsets == (0, 2, 5, 10)
 
 

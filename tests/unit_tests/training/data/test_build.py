@@ -1,5 +1,6 @@
 """Datasets from options: which file, which documents, how many samples, and what is refused."""
 
+import pickle
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,13 @@ def test_a_longer_run_begins_like_a_shorter_one(corpus: str, other: str) -> None
         long, _, _ = build((4000, 0, 0), data_path=path)
         assert short is not None and long is not None
         assert [s.tokens.tolist() for s in short] == [long[i].tokens.tolist() for i in range(40)]
+
+
+def test_datasets_travel_to_processes_that_share_no_memory(corpus: str, other: str) -> None:
+    training, _, _ = build((40, 0, 0), data_path=("0.3", corpus, "0.7", other))
+    copy = pickle.loads(pickle.dumps(training))
+    assert training is not None and len(copy) == 40
+    assert [sample.tokens.tolist() for sample in copy] == [sample.tokens.tolist() for sample in training]
 
 
 def test_mock_sets_differ() -> None:
