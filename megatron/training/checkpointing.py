@@ -74,7 +74,11 @@ def save_checkpoint(
     config: CheckpointConfig,
     run_config: dict[str, Any],
 ) -> Path:
-    """Save atomically (see the module docstring) and return the checkpoint's directory."""
+    """Save atomically (see the module docstring) and return the checkpoint's directory.
+
+    Raises:
+        OSError: the disk is full, or will not take it.
+    """
     root.mkdir(parents=True, exist_ok=True)
     for leftover in root.glob(f"{_UNFINISHED}*"):
         shutil.rmtree(leftover)
@@ -85,14 +89,21 @@ def save_checkpoint(
         state["optimizer"] = optimizer_state(model, optimizer)
     if config.save_rng:
         state["rng"] = _rng_state()
-    with _single_process_is_meant():
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(unfinished, sync_files=True), no_dist=not _distributed())
+    _write(unfinished, state)
     _write_json(unfinished / "config.json", run_config)
     _write_json(unfinished / "run.json", asdict(progress) | {"torch": torch.__version__})
     _sync_directory(unfinished)
     _publish(unfinished, final)
     _replace_text(root / LATEST, str(progress.step))
     return final
+
+
+def _write(path: Path, state: STATE_DICT_TYPE) -> None:
+    try:
+        with _single_process_is_meant():
+            dcp.save(state, storage_writer=dcp.FileSystemWriter(path, sync_files=True), no_dist=not _distributed())
+    except CheckpointException as error:
+        raise OSError(_reason(error)) from error
 
 
 def _publish(unfinished: Path, final: Path) -> None:
@@ -226,10 +237,14 @@ def _read(path: Path, state: STATE_DICT_TYPE) -> None:
 
 
 def _damaged(path: Path, error: BaseException) -> ValueError:
+    return ValueError(f"Checkpoint {path} is damaged ({_reason(error)}): resume from another step.")
+
+
+def _reason(error: BaseException) -> str:
+    """The first sentence of what went wrong."""
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
-    words = str(error).split(". ")[0].split("\n")[0].strip() or type(error).__name__
-    return ValueError(f"Checkpoint {path} is damaged ({words}): resume from another step.")
+    return str(error).split(". ")[0].split("\n")[0].strip() or type(error).__name__
 
 
 def _saved_entries(path: Path) -> dict[str, tuple[int, ...]]:

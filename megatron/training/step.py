@@ -31,11 +31,11 @@ from megatron.training.optimizer import clip_gradients, gradient_norm, set_learn
 
 
 class RunStopped(RuntimeError):
-    """The run cannot go on; the message begins a sentence. Weights have not changed since the last step."""
+    """The run cannot go on; the message is a sentence without its end."""
 
 
 class NonFiniteError(RunStopped):
-    """A loss or gradient that is not finite."""
+    """A loss or gradient that is not finite; the weights have not changed."""
 
 
 @dataclass(frozen=True)

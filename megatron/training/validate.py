@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from megatron.core.models.gpt.gpt_builder import build_gpt_model
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.training.arguments import PretrainConfig
 from megatron.training.config import OptimizerConfig, TrainingConfig
@@ -70,6 +71,26 @@ def device_of(config: PretrainConfig) -> torch.device:
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def require_memory(model: MLATransformerConfig, device: torch.device) -> None:
+    """Refuse a model whose training state alone does not fit, before anything is allocated.
+
+    Raises:
+        ValueError: FP32 weights, gradients and two moments (and BF16 copies) take more than the device has.
+    """
+    parameters = sum(parameter.numel() for parameter in build_gpt_model(model, device="meta").parameters())
+    needed = parameters * (20 if model.bf16 else 16)
+    if device.type == "cuda":
+        available = torch.cuda.get_device_properties(device).total_memory
+    else:
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > available:
+        raise ValueError(
+            f"The model has {parameters / 1e9:.3g} billion parameters, whose weights, gradients and optimizer state "
+            f"take {needed / 2**30:.0f} GiB, but this machine's {device.type} has {available / 2**30:.0f} GiB: choose "
+            "a smaller model."
+        )
 
 
 def _require_given(config: PretrainConfig) -> None:
