@@ -1,0 +1,88 @@
+"""The metrics file after kills and resumes, and what each destination gets."""
+
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.training import metrics
+from megatron.training.config import LoggingConfig
+from megatron.training.metrics import METRICS_FILE, MetricsWriter, read_metrics, scalars
+
+
+def write(folder: Path, first: int, last: int, **values: Any) -> None:
+    writer = MetricsWriter(LoggingConfig(), folder, first, {})
+    for step in range(first, last + 1):
+        writer.write({"step": step, **values})
+    writer.close()
+
+
+def test_each_step_stands_there_once_after_a_resume(tmp_path: Path) -> None:
+    write(tmp_path, 1, 5, run="first")
+    write(tmp_path, 4, 6, run="second")
+    records = read_metrics(tmp_path / METRICS_FILE)
+    assert [(r["step"], r["run"]) for r in records] == [
+        (1, "first"), (2, "first"), (3, "first"), (4, "second"), (5, "second"), (6, "second")
+    ]  # fmt: skip
+
+
+def test_a_half_written_line_goes(tmp_path: Path) -> None:
+    write(tmp_path, 1, 2)
+    path = tmp_path / METRICS_FILE
+    path.write_text(path.read_text() + '{"step": 3, "lm_l')
+    assert [r["step"] for r in read_metrics(path)] == [1, 2]
+    write(tmp_path, 3, 3)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
+
+
+def test_a_new_run_starts_a_new_file(tmp_path: Path) -> None:
+    write(tmp_path, 1, 3)
+    write(tmp_path, 1, 1)
+    assert [r["step"] for r in read_metrics(tmp_path / METRICS_FILE)] == [1]
+
+
+def test_lines_are_there_at_once(tmp_path: Path) -> None:
+    writer = MetricsWriter(LoggingConfig(), tmp_path, 1, {})
+    writer.write({"step": 1})
+    writer.sync()
+    assert len(read_metrics(tmp_path / METRICS_FILE)) == 1
+    writer.close()
+
+
+def test_scalars_flatten_and_leave_out_what_is_no_number() -> None:
+    record = {"step": 3, "a": 1, "b": None, "c": {"1": 0.5, "2": None}, "d": "text", "e": True}
+    assert dict(scalars(record)) == {"a": 1.0, "c/1": 0.5}
+
+
+def test_a_missing_file_is_empty(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path / METRICS_FILE) == []
+
+
+def test_wandb_gets_the_same_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    run = types.SimpleNamespace(
+        log=lambda figures, step: calls.append((step, figures)), finish=lambda: calls.append("finished")
+    )
+    fake = types.ModuleType("wandb")
+    fake.init = lambda **options: calls.append(options) or run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    options = LoggingConfig(wandb_project="p", wandb_exp_name="n", tensorboard_log_interval=2)
+    writer = MetricsWriter(options, None, 1, {"lr": 1})
+    for step in (1, 2):
+        writer.write({"step": step, "lm_loss": 0.5})
+    writer.close()
+    assert calls == [
+        {"project": "p", "entity": None, "name": "n", "dir": None, "config": {"lr": 1}},
+        (2, {"lm_loss": 0.5}),
+        "finished",
+    ]
+
+
+def test_whether_wandb_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "find_spec", lambda name: None)
+    assert not metrics.wandb_is_installed()
+    monkeypatch.setattr(metrics, "find_spec", lambda name: name == "wandb")
+    assert metrics.wandb_is_installed()
