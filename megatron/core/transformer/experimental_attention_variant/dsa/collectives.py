@@ -1,0 +1,169 @@
+"""Collectives with gradients, over dimension 0 (rows), for tensor and context parallelism.
+
+Tensor-parallel layers outside this folder use them through ``tensor_parallel/mappings.py``.
+
+Each function pairs a collective with what its gradient needs, so that a layer states once whether the ranks' gradients
+are equal or partial:
+
+    function                    forward         backward
+    copy_to_tensor_parallel     identity        sum over ranks
+    reduce_from_tensor_parallel sum over ranks  identity
+    gather_rows                 all-gather      reduce-scatter (partial gradients), or own slice (equal ones)
+    reduce_scatter_rows         reduce-scatter  all-gather
+    slice_rows                  own slice       all-gather
+
+Rows are rank-major: rank r holds rows ``[r * R, (r + 1) * R)`` of the gathered tensor; every rank holds equally many.
+A group of None, or of one rank, makes each of them the identity. Backends without a reduce-scatter on their device
+(Gloo) all-reduce and slice; that is decided here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+def group_size(group: ProcessGroup | None) -> int:
+    """Ranks of ``group``; 1 for None."""
+    return 1 if group is None else group.size()
+
+
+def group_rank(group: ProcessGroup | None) -> int:
+    """This process's rank in ``group``; 0 for None."""
+    return 0 if group is None else group.rank()
+
+
+def copy_to_tensor_parallel(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """``x`` itself, which every rank holds; its gradient is the sum of the ranks' partial ones."""
+    return x if group_size(group) == 1 else _apply(_Copy, x, group)
+
+
+def reduce_from_tensor_parallel(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """The sum of the ranks' partial ``x``; each rank gets the whole gradient."""
+    return x if group_size(group) == 1 else _apply(_Reduce, x, group)
+
+
+def gather_rows(
+    x: Tensor, group: ProcessGroup | None, grad: Literal["reduce_scatter", "slice"] = "reduce_scatter"
+) -> Tensor:
+    """All ranks' rows ``[ranks * R, ...]``; ``grad="slice"`` where every rank computes the same gradient of them."""
+    return x if group_size(group) == 1 else _apply(_Gather, x, group, grad == "reduce_scatter")
+
+
+def reduce_scatter_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Own rows of the sum of the ranks' partial ``x``."""
+    return x if group_size(group) == 1 else _apply(_ReduceScatter, x, group)
+
+
+def slice_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Own rows of ``x``, which every rank holds; the gradient is gathered, so that every rank holds it too."""
+    return x if group_size(group) == 1 else _apply(_Slice, x, group)
+
+
+def own_rows(num_rows: int, group: ProcessGroup | None) -> tuple[int, int]:
+    """Half-open range of this rank's rows.
+
+    Raises:
+        ValueError: the rows do not split evenly.
+    """
+    size = group_size(group)
+    if num_rows % size:
+        raise ValueError(f"{num_rows} rows do not split over {size} ranks: pad them to a multiple of the group's size.")
+    share = num_rows // size
+    return group_rank(group) * share, (group_rank(group) + 1) * share
+
+
+@torch.no_grad()
+def all_gather_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """``gather_rows`` without a gradient."""
+    if group_size(group) == 1:
+        return x
+    out = x.new_empty(group_size(group) * x.shape[0], *x.shape[1:])
+    dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+    return out
+
+
+@torch.no_grad()
+def sum_scatter_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """``reduce_scatter_rows`` without a gradient."""
+    if group_size(group) == 1:
+        return x
+    start, stop = own_rows(x.shape[0], group)
+    if not x.is_cuda:
+        return _all_reduce(x, group)[start:stop].contiguous()
+    out = x.new_empty(stop - start, *x.shape[1:])
+    dist.reduce_scatter_tensor(out, x.contiguous(), group=group)
+    return out
+
+
+def _all_reduce(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    out: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _all_reduce(grads[0], ctx.group), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        return _all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, partial: bool) -> Tensor:
+        ctx.group, ctx.partial = group, partial
+        return all_gather_rows(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.partial:
+            return sum_scatter_rows(grads[0], ctx.group), None, None
+        start, stop = own_rows(grads[0].shape[0], ctx.group)
+        return grads[0][start:stop].contiguous(), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return sum_scatter_rows(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return all_gather_rows(grads[0], ctx.group), None
+
+
+class _Slice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        start, stop = own_rows(x.shape[0], group)
+        return x[start:stop].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return all_gather_rows(grads[0], ctx.group), None
