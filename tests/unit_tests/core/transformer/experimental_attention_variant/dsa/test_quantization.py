@@ -130,12 +130,12 @@ SCORE_RULES = {
     ),
     "every key is scored with relu": ("logits_TIS.relu() if relu else logits_TIS", "logits_TIS", "08"),
     "ties go to the lowest id": (
-        "torch.where(visible_TS, scores_TS + 0.0, -torch.inf).sort(dim=-1, descending=True, stable=True).indices",
+        "torch.where(visible_TS, finite_TS, -torch.inf).sort(dim=-1, descending=True, stable=True).indices",
         "torch.where(visible_TS, scores_TS, -torch.inf).flip(-1).sort(dim=-1, descending=True, stable=True)"
         ".indices.sub(scores_TS.shape[1] - 1).neg()",
         "01",
     ),
-    "keys outside the row's range are not": ("torch.where(visible_TS, scores_TS + 0.0, -torch.inf)", "scores_TS", "11"),
+    "keys outside the row's range are not": ("torch.where(visible_TS, finite_TS, -torch.inf)", "scores_TS", "11"),
     "a short row is padded with -1": ("ids_TK.masked_fill(past_TK, -1)", "ids_TK", "08"),
     "ids ascend": (".masked_fill(past_TK, num_keys).sort(dim=-1).values", ".masked_fill(past_TK, num_keys)", "08"),
 }
