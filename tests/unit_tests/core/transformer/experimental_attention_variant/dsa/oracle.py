@@ -75,3 +75,43 @@ def kl_and_gradients(
         dq[t] = d_logits_IN @ k_ND
         np.add.at(dk, list(ids), d_logits_IN.T @ q_TID[t])
     return total, dq, dk, dw
+
+
+def rotate(x: Array, positions_T: Array, base: float, interleaved: bool) -> Array:
+    """RoPE of the whole last dimension by complex multiplication; ``x`` is ``[T, ..., width]``."""
+    half = x.shape[-1] // 2
+    index = np.arange(2 * half).reshape((half, 2) if interleaved else (2, half))
+    first, second = (index[:, 0], index[:, 1]) if interleaved else index
+    angles = positions_T[:, None] * base ** (-np.arange(half) / half)
+    turned = (x[..., first] + 1j * x[..., second]) * np.exp(1j * angles).reshape(len(x), *[1] * (x.ndim - 2), half)
+    out = np.empty_like(x)
+    out[..., first], out[..., second] = turned.real, turned.imag
+    return out
+
+
+def hadamard(width: int) -> Array:
+    """Sylvester's matrix, orthonormal."""
+    matrix = np.ones((1, 1))
+    while len(matrix) < width:
+        matrix = np.kron(np.array([[1, 1], [1, -1]]), matrix)
+    return matrix / np.sqrt(width)
+
+
+def layer_norm(x: Array, weight: Array, bias: Array, eps: float) -> Array:
+    centred = x - x.mean(-1, keepdims=True)
+    return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + eps) * weight + bias
+
+
+def indexer(weights: dict[str, Array], config: Any, x_TC: Array, qr_TR: Array, positions_T: Array) -> Any:
+    """q, k and w as the report gives them; ``weights`` by parameter name."""
+    heads, rope = config.dsa_indexer_n_heads, config.qk_pos_emb_head_dim
+    q_TID = (qr_TR @ weights["linear_wq_b.weight"].T).reshape(len(x_TC), heads, -1)
+    norm = weights["k_norm.weight"], weights["k_norm.bias"], config.dsa_indexer_k_norm_epsilon
+    k_TD = layer_norm(x_TC @ weights["linear_wk.weight"].T, *norm)
+    made = []
+    for operand in (q_TID, k_TD):
+        front = rotate(operand[..., :rope], positions_T, config.rotary_base, config.dsa_indexer_rope_interleaved)
+        operand = np.concatenate((front, operand[..., rope:]), -1)
+        made.append(operand @ hadamard(operand.shape[-1]) if config.dsa_indexer_rotate_activation else operand)
+    w_TI = x_TC @ weights["linear_weights_proj.weight"].T * heads**-0.5 * made[0].shape[-1] ** -0.5
+    return *made, w_TI
