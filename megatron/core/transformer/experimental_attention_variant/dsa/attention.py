@@ -19,7 +19,8 @@ from megatron.core.transformer.spec_utils import build_module
 from .backends import resolve
 from .backends.protocol import Attended, AttentionInputs, Backend, IndexerInputs, TopK
 from .config import DSAConfig
-from .context import ForwardContext, to_token_major
+from .context import ForwardContext, refuse_masks, to_token_major
+from .index_share import recorded_rows
 from .loss import attach_loss
 
 
@@ -46,6 +47,7 @@ class DSAttention(nn.Module):
                  cp_comm_type: Any = None, pg_collection: Any = None) -> None:
         # fmt: on
         super().__init__()
+        refuse_masks(None, None, None, attn_mask_type, attention_dropout or 0.0)
         self.dsa = dsa = DSAConfig.from_transformer_config(config)
         self.layer_number, self.source_layer = layer_number, dsa.source_layer(layer_number)
         backend = resolve(dsa.kernel_backend)
@@ -72,12 +74,9 @@ class DSAttention(nn.Module):
         ``up_v_weight`` ``[H, v_head_dim, kv_lora_rank]`` projects the output out of the latent. ``context`` is made
         from ``packed_seq_params`` and the shapes where it is None. Returns ``[T, H * V]`` or ``[s, b, H * V]``.
         """
-        if value is not None or attention_mask is not None or attention_bias is not None or x is None or qr is None:
-            raise ValueError("DSAttention takes latent keys, x and qr, no value, mask or bias: pass None for value, "
-                             "attention_mask and attention_bias, and describe documents by packed_seq_params.")
+        refuse_masks(value, attention_mask, attention_bias, attn_mask_type)
         rows = to_token_major(query, key, x, qr)
-        if context is None:
-            context = ForwardContext.build(rows.batch or 1, query.shape[0], packed_seq_params, query.device)
+        context = context or ForwardContext.build(rows.batch or 1, query.shape[0], packed_seq_params, query.device)
         attention = AttentionInputs(rows.q_THD, rows.kv_SD, self.softmax_scale)
         topk, indexer = self._select(rows.x_TC, rows.q_latent_TR, context)
         attended = self.backend.attend(attention, topk, context.layout)
@@ -92,18 +91,19 @@ class DSAttention(nn.Module):
         """This layer's keys, and the indexer's operands where they are to be trained."""
         if self.indexer is None:
             return context.topk_cache.require(self.source_layer, self.layer_number), None
-        topk = context.topk_cache.get(self.layer_number)
-        if topk is None and self.replayed is not None:
-            topk = self.replayed[self.layer_number]
         trains = self.training and self.dsa.loss_enabled and torch.is_grad_enabled()
+        topk = kept = context.topk_cache.get(self.layer_number)  # recompute finds what its own pass selected
+        if topk is None and self.replayed is not None:
+            topk = recorded_rows(self.replayed, self.layer_number, context.layout)
         if trains or topk is None:
             with torch.set_grad_enabled(trains):
                 operands: IndexerInputs = self.indexer(x_TC.detach(), qr_TR.detach(), context.positions_T)
         if topk is None:
             topk = self.backend.select(operands, context.layout, self.dsa.topk)
-        context.topk_cache.put(self.layer_number, topk)
-        if self.recorder is not None:
-            self.recorder[self.layer_number] = topk._replace(scores_TK=None)
+        if kept is None:
+            context.topk_cache.put(self.layer_number, topk)
+            if self.recorder is not None:
+                self.recorder[self.layer_number] = topk._replace(scores_TK=None)
         return (topk, operands) if trains else (topk._replace(scores_TK=None), None)
 
     # fmt: off

@@ -79,8 +79,37 @@ class TokenMajor(NamedTuple):
         return out_TC if self.batch is None else out_TC.unflatten(0, (self.batch, -1)).transpose(0, 1)
 
 
-def to_token_major(query: Tensor, key: Tensor, x: Tensor, qr: Tensor) -> TokenMajor:
-    """Megatron's ``[s, b, ...]`` as batch-major rows (a view where ``b`` is 1); token-major operands as they are."""
+def refuse_masks(value: Any, mask: Any, bias: Any, mask_type: Any, dropout: float = 0.0) -> None:
+    """Refuse what a layout cannot say, instead of ignoring it.
+
+    Raises:
+        ValueError: values beside the latent keys, a mask, a bias, a mask type that is not causal, or dropout.
+    """
+    if value is not None or mask is not None or bias is not None:
+        raise ValueError(
+            "DSAttention got a value, an attention_mask or an attention_bias, but it takes latent keys and causal "
+            "documents alone: pass None for the three, and describe documents by packed_seq_params."
+        )
+    name = getattr(mask_type, "name", mask_type)
+    if name not in (None, "causal", "padding_causal"):
+        raise ValueError(
+            f"attn_mask_type={name} was given, but DSA is causal within each document: use causal or padding_causal."
+        )
+    if dropout:
+        raise ValueError(f"attention_dropout={dropout} was given, but the sparse kernels have none: set it to 0.")
+
+
+def to_token_major(query: Tensor, key: Tensor, x: Tensor | None, qr: Tensor | None) -> TokenMajor:
+    """Megatron's ``[s, b, ...]`` as batch-major rows (a view where ``b`` is 1); token-major operands as they are.
+
+    Raises:
+        ValueError: the indexer's inputs are missing.
+    """
+    if x is None or qr is None:
+        raise ValueError(
+            "DSAttention got no x or no qr, but its indexer reads both: pass the layer's input and the "
+            "normed query latent."
+        )
     if query.dim() == 3:
         return TokenMajor(query, _rows(key), _rows(x), _rows(qr), None)
     return TokenMajor(query.transpose(0, 1).flatten(0, 1), _rows(key), _rows(x), _rows(qr), query.shape[1])

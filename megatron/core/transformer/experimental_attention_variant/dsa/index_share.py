@@ -1,10 +1,9 @@
 """Selections that outlive one layer: IndexShare's cache, the recorder and replay.
 
 ``TopKCache`` belongs to one forward pass of one microbatch and is passed down as an argument. Layers that own an
-indexer
-put their selection in; layers that reuse one take it out. Activation recompute finds the selection of its own
-microbatch
-there, whatever ran in between, and never selects a second time. Nothing is kept on modules, configs or masks.
+indexer put their selection in; layers that reuse one take it out. Activation recompute finds the selection of its own
+microbatch there, whatever ran in between, and never selects a second time. Nothing is kept on modules, configs or
+masks.
 
 ``record_topk`` and ``replay_topk`` are for reinforcement learning: the keys that one pass selected are attended to by
 another, in forward, recompute and backward.
@@ -19,6 +18,7 @@ from typing import Protocol, cast
 from torch import nn
 
 from .backends.protocol import TopK
+from .layout import Layout
 
 
 class TopKCache:
@@ -70,7 +70,7 @@ def record_topk(model: nn.Module) -> Iterator[dict[int, TopK]]:
     """Record each layer's selection: yields a mapping from layer number to ``TopK``, filled by forward passes.
 
     Ids are global to the flattened keys. Layers that reuse a selection hold no entry. A later forward pass replaces an
-    earlier one's entries.
+    earlier one's entries; activation recompute adds none.
 
     Raises:
         ValueError: the model has no DSA layer, or is being recorded already.
@@ -93,7 +93,7 @@ def replay_topk(model: nn.Module, record: Mapping[int, TopK]) -> Iterator[None]:
     """Attend to the recorded keys instead of selecting: forward passes started in the block use exactly those ids.
 
     Their backward passes use them too, also after the block and under activation recompute. Indexer losses score the
-    recorded ids.
+    recorded ids. A block inside another one takes over until it ends.
 
     Raises:
         ValueError: the record lacks a layer that selects, or has one that does not.
@@ -104,13 +104,30 @@ def replay_topk(model: nn.Module, record: Mapping[int, TopK]) -> Iterator[None]:
             f"The record holds layers {sorted(record)}, but the layers that select are {sorted(layers)}: record with a "
             "model of the same IndexShare pattern."
         )
+    outer = {number: layer.replayed for number, layer in layers.items()}
     for layer in layers.values():
         layer.replayed = record
     try:
         yield
     finally:
-        for layer in layers.values():
-            layer.replayed = None
+        for number, layer in layers.items():
+            layer.replayed = outer[number]
+
+
+def recorded_rows(record: Mapping[int, TopK], layer_number: int, layout: Layout) -> TopK:
+    """The recorded selection of ``layer_number``, for a pass over ``layout``.
+
+    Raises:
+        ValueError: the record is of a pass with another number of rows.
+    """
+    topk = record[layer_number]
+    rows = topk.indices_TK.shape[0]
+    if rows != layout.num_rows:
+        raise ValueError(
+            f"The record of layer {layer_number} holds {rows} rows, but this pass has {layout.num_rows}: replay with "
+            "the microbatch that was recorded."
+        )
+    return topk
 
 
 def _require_layers(model: nn.Module) -> dict[int, _Selecting]:

@@ -1,0 +1,459 @@
+"""``DSAttention``: the whole layer against NumPy, its edge to Megatron, its loss, and what it must not do.
+
+Faults of others, by kind: a teacher that runs although the loss is off, gradients of q, k and w that are allocated and
+saved for nothing, an indexer that claims to train and gets no gradient, gradients that grow with the number of
+microbatches, gradients of the loss that leak into the backbone, masks that are ignored instead of refused, rows with
+nothing to see. Cannot occur here: quiet fallbacks (a backend is named, and ``unsupported`` is an error when the layer
+is built; held below), reads of projection weights past the module call (no ``.weight`` of a linear is read).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.experimental_attention_variant.dsa import (
+    DSAttention,
+    DSAttentionSubmodules,
+    Layout,
+    LossTracker,
+    reference,
+)
+from megatron.core.transformer.experimental_attention_variant.dsa.backends.protocol import AttentionInputs
+from megatron.core.transformer.experimental_attention_variant.dsa.layout import valid_rows
+from megatron.core.transformer.forward_context import ForwardContext
+
+from . import oracle
+from .helpers import LATENT, Inputs, build_attention, context_for, draw, layer_inputs, model_config
+
+LAYOUT = Layout.packed((0, 9, 10, 10, 21), (0, 11, 12, 15, 29))
+LOSSES = pytest.mark.parametrize("sparse", [True, False], ids=["sparse", "dense"])
+
+
+def run(attention: DSAttention, inputs: Inputs, layout: Layout = LAYOUT, **options: Any) -> Tensor:
+    losses = options.pop("losses", None)
+    output: Tensor = attention(
+        inputs.query, inputs.key, x=inputs.x, qr=inputs.qr, context=context_for(layout, losses), **options
+    )
+    return output
+
+
+def indexer_gradients(attention: DSAttention) -> dict[str, Tensor]:
+    assert attention.indexer is not None
+    return {name: p.grad.clone() for name, p in attention.indexer.named_parameters() if p.grad is not None}
+
+
+def expected_pass(attention: DSAttention, config: Any, inputs: Inputs, dense: bool) -> tuple[Any, ...]:
+    """Output, selected keys, KL sum and the gradient of the KL sum in the indexer's q, k, w, by NumPy."""
+    assert attention.indexer is not None
+    weights = {name: p.detach().numpy() for name, p in attention.indexer.named_parameters()}
+    at = np.concatenate([np.arange(end) for end in (9, 2, 1, 3, 11, 3)])  # documents, and padding (anything) after them
+    q, k, w = oracle.indexer(weights, config, inputs.x.detach().numpy(), inputs.qr.detach().numpy(), at)
+    query, kv, scale = inputs.query.detach().numpy(), inputs.key.detach().numpy(), attention.softmax_scale
+    outputs, chosen, keys, targets = [], [], [], []
+    for t, visible in enumerate(oracle.visible_keys_of(LAYOUT)):
+        ids = oracle.best(oracle.index_scores(q[t], k, w[t]), visible, 5)
+        outputs.append(oracle.attend(query[t], kv, ids, scale, LATENT)[0])
+        chosen.append(ids)
+        keys.append(list(visible) if dense else ids)
+        targets.append(oracle.probabilities(query[t], kv, keys[t], scale).sum(0) if ids else np.zeros(0))
+    return np.stack(outputs), chosen, *oracle.kl_and_gradients(q, k, w, keys, targets)
+
+
+@LOSSES
+def test_the_layer_equals_numpy(sparse: bool) -> None:
+    config = model_config(use_sparse_loss=sparse)
+    attention, inputs, losses = build_attention(config), layer_inputs(29).leaves(), LossTracker()
+    made: dict[str, Any] = {}
+    assert attention.indexer is not None
+    attention.indexer.register_forward_hook(lambda _, __, operands: made.update(vars_of(operands)))
+    output = run(attention, inputs, losses=losses)
+    expected, _, kl_sum, dq, dk, dw = expected_pass(attention, config, inputs, not sparse)
+    np.testing.assert_allclose(output.detach().numpy(), expected.reshape(29, -1), rtol=0, atol=1e-9)
+    np.testing.assert_allclose(losses.kl_sums[1].numpy(), kl_sum, rtol=1e-6)
+    assert losses.rows == {1: 21} and kl_sum > 1
+    output.square().sum().backward()
+    for name, wanted in (("q_TID", dq), ("k_SD", dk), ("w_TI", dw)):  # coefficient 0.7 over 21 valid rows
+        np.testing.assert_allclose(made[name].grad.numpy(), wanted * 0.7 / 21, rtol=0, atol=1e-7)
+
+
+def vars_of(operands: Any) -> dict[str, Tensor]:
+    found = {name: getattr(operands, name) for name in ("q_TID", "k_SD", "w_TI")}
+    for tensor in found.values():
+        if tensor.requires_grad:
+            tensor.retain_grad()
+    return found
+
+
+@LOSSES
+def test_the_loss_trains_the_indexer_and_nothing_else(sparse: bool) -> None:
+    """Inputs get the gradients that they get without the loss, bit for bit; x and qr get none at all."""
+    config = model_config(use_sparse_loss=sparse)
+    results = []
+    for coefficient in (0.7, None):
+        attention = build_attention(model_config(use_sparse_loss=sparse and bool(coefficient), loss_coeff=coefficient))
+        inputs = layer_inputs(29).leaves()
+        output = run(attention, inputs)
+        output.square().sum().backward()
+        assert inputs.x.grad is None and inputs.qr.grad is None
+        results.append((output.detach(), inputs.query.grad, inputs.key.grad))
+        gradients = indexer_gradients(attention)
+        assert len(gradients) == (5 if coefficient else 0)
+        assert all(gradient.abs().sum() > 0 for gradient in gradients.values())
+    assert config.dsa_indexer_loss_coeff == 0.7
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@LOSSES
+def test_a_frozen_backbone_still_trains_the_indexer(sparse: bool) -> None:
+    """The dense warm-up's usual set-up: nothing but the indexer requires gradients."""
+    config = model_config(use_sparse_loss=sparse)
+    results = []
+    for inputs in (layer_inputs(29), layer_inputs(29).leaves()):
+        attention = build_attention(config)
+        run(attention, inputs).square().sum().backward()
+        results.append(indexer_gradients(attention))
+    assert results[0].keys() == results[1].keys() and len(results[0]) == 5
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
+@LOSSES
+def test_the_main_loss_does_not_scale_the_indexers(sparse: bool) -> None:
+    """Whatever gradient reaches the output, zero included, the KL loss keeps its own scale."""
+    config = model_config(use_sparse_loss=sparse)
+    results = []
+    for factor in (1.0, 0.0, 1024.0):
+        attention = build_attention(config)
+        (run(attention, layer_inputs(29).leaves()).sum() * factor).backward()
+        results.append(indexer_gradients(attention))
+    assert all(torch.equal(results[0][name], other[name]) for other in results[1:] for name in results[0])
+
+
+def test_the_loss_follows_coefficient_normalizer_and_scale() -> None:
+    def gradients(losses: LossTracker | None = None, coefficient: float = 0.7) -> dict[str, Tensor]:
+        attention = build_attention(model_config(loss_coeff=coefficient))
+        run(attention, layer_inputs(29).leaves(), losses=losses).sum().backward()
+        return indexer_gradients(attention)
+
+    plain = gradients()
+    scaled = {
+        "normalizer": (gradients(LossTracker(normalizer=84.0)), 21 / 84),
+        "number": (gradients(LossTracker(grad_scale=8.0)), 8.0),
+        "tensor": (gradients(LossTracker(normalizer=42.0, grad_scale=torch.tensor(1024.0))), 1024 * 21 / 42),
+        "coefficient": (gradients(coefficient=1.4), 2.0),
+    }
+    for name, (result, factor) in scaled.items():
+        for parameter, gradient in plain.items():
+            torch.testing.assert_close(result[parameter], gradient * factor, rtol=1e-6, atol=1e-14, msg=name)
+
+
+@pytest.mark.parametrize("per_token", [True, False], ids=["per-token", "per-microbatch"])
+@LOSSES
+def test_the_split_into_microbatches_changes_no_gradient(sparse: bool, per_token: bool) -> None:
+    """Eight samples as 1 x 8, 2 x 4 and 8 x 1; the normalizer is what a trainer computes in each mode."""
+    length, samples = 7, 8
+    inputs, results = layer_inputs(samples * length), []
+    for microbatches in (1, 2, 8):
+        attention, batch = build_attention(model_config(use_sparse_loss=sparse)), samples // microbatches
+        logged = 0.0
+        for number in range(microbatches):
+            rows = slice(number * batch * length, (number + 1) * batch * length)
+            normalizer = samples * length if per_token else batch * length * microbatches
+            losses = LossTracker(normalizer=float(normalizer))
+            part = Inputs(*(t[rows] for t in inputs)).leaves()
+            run(attention, part, Layout.causal(batch, length), losses=losses).sum().backward()
+            logged += float(losses.kl_sums[1]) / normalizer
+        results.append((torch.tensor(logged), *indexer_gradients(attention).values()))
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-12)
+
+
+# ---- loss off ----
+
+
+class Spy(reference.ReferenceBackend):
+    """Counts the verbs."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.calls: list[str] = []
+
+    def select(self, *args: Any) -> Any:
+        self.calls.append("select")
+        return super().select(*args)
+
+    def attend(self, attention: Any, topk: Any, layout: Any) -> Any:
+        self.calls.append("attend")
+        self.scores_kept = topk.scores_TK is not None
+        return super().attend(attention, topk, layout)
+
+    def teacher(self, *args: Any) -> Iterator[Any]:
+        self.calls.append("teacher")
+        yield from super().teacher(*args)
+
+    def indexer_loss(self, *args: Any) -> Any:
+        self.calls.append("indexer_loss")
+        return super().indexer_loss(*args)
+
+
+def spied(**options: Any) -> tuple[DSAttention, Spy]:
+    attention = build_attention(model_config(**options))
+    attention.backend = spy = Spy(attention.dsa)
+    return attention, spy
+
+
+OFF: dict[str, tuple[dict[str, Any], bool, bool]] = {
+    "no coefficient": ({"loss_coeff": None, "use_sparse_loss": False}, True, True),
+    "coefficient of 0, sparse": ({"loss_coeff": 0.0}, True, True),
+    "coefficient of 0, dense": ({"loss_coeff": 0.0, "use_sparse_loss": False}, True, True),
+    "eval, sparse": ({}, False, True),
+    "eval, dense": ({"use_sparse_loss": False}, False, True),
+    "no_grad": ({}, True, False),
+}
+
+
+@pytest.mark.parametrize("name", OFF)
+def test_without_a_loss_there_is_no_teacher(name: str) -> None:
+    options, training, grad = OFF[name]
+    attention, spy = spied(**options)
+    attention.train(training)
+    inputs, losses, saved = layer_inputs(29).leaves(), LossTracker(), []
+    with (
+        torch.set_grad_enabled(grad),
+        torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
+    ):
+        output = run(attention, inputs, losses=losses)
+    assert spy.calls == ["select", "attend"] and not spy.scores_kept and not losses.kl_sums and not losses.rows
+    assert attention.indexer is not None
+    frozen = not options.get("loss_coeff", 0.7)
+    assert all(p.requires_grad != frozen for p in attention.indexer.parameters())
+    if grad:
+        output.sum().backward()
+        assert inputs.query.grad.abs().sum() > 0
+    assert not indexer_gradients(attention)
+    # Nothing of the indexer was saved for backward: what attention alone saves, and no more.
+    alone = []
+    topk = attention.backend.select(*operands_of(attention, inputs))
+    with (
+        torch.set_grad_enabled(grad),
+        torch.autograd.graph.saved_tensors_hooks(lambda t: alone.append(t) or t, lambda t: t),
+    ):
+        attended = reference.ReferenceBackend(attention.dsa).attend(
+            AttentionInputs(inputs.query, inputs.key, attention.softmax_scale), topk, LAYOUT
+        )
+    assert sorted(map(tuple_of, saved)) == sorted(map(tuple_of, alone)) and (len(saved) > 0) == grad
+    assert torch.equal(attended.out_THV.flatten(1), output)
+
+
+def operands_of(attention: DSAttention, inputs: Inputs) -> tuple[Any, Layout, int]:
+    assert attention.indexer is not None
+    with torch.no_grad():
+        return attention.indexer(inputs.x, inputs.qr, context_for(LAYOUT).positions_T), LAYOUT, attention.dsa.topk
+
+
+def tuple_of(t: Tensor) -> tuple[Any, ...]:
+    return str(t.dtype), *t.shape
+
+
+@LOSSES
+def test_with_a_loss_the_verbs_run_once_in_order(sparse: bool) -> None:
+    attention, spy = spied(use_sparse_loss=sparse)
+    run(attention, layer_inputs(29).leaves()).sum().backward()
+    assert spy.calls == ["select", "attend", "teacher", "indexer_loss"] and spy.scores_kept
+
+
+def test_evaluation_and_training_select_alike() -> None:
+    attention = build_attention(model_config())
+    trained = run(attention, layer_inputs(29))
+    assert torch.equal(run(attention.eval(), layer_inputs(29)), trained)
+
+
+# ---- rows with nothing to see ----
+
+
+@LOSSES
+def test_padding_rows_output_zero_and_add_nothing(sparse: bool) -> None:
+    """Whatever finite values padding holds, outputs, loss and every gradient are the same, and 0 on padding."""
+    padding_T = ~valid_rows(LAYOUT, "cpu")
+    results = []
+    for filler in (0.0, 1e4):
+        attention, inputs, losses = (
+            build_attention(model_config(use_sparse_loss=sparse)),
+            layer_inputs(29),
+            LossTracker(),
+        )
+        for tensor in inputs:
+            tensor[padding_T] = filler
+        up_v = draw(2, 3, LATENT, seed=9).requires_grad_()
+        inputs = inputs.leaves()
+        output = run(attention, inputs, losses=losses, up_v_weight=up_v)
+        output.sin().sum().backward()
+        assert output[padding_T].eq(0).all() and inputs.query.grad[padding_T].eq(0).all()
+        assert inputs.key.grad[padding_T].eq(0).all()
+        results.append([output, losses.kl_sums[1], inputs.query.grad, inputs.key.grad, up_v.grad])
+        results[-1] += list(indexer_gradients(attention).values())
+    for a, b in zip(*results, strict=True):
+        assert b.isfinite().all()
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-13)
+
+
+@LOSSES
+@pytest.mark.parametrize("layout", [Layout.packed((0, 0), (0, 6)), Layout.packed((0,))], ids=["padding", "no rows"])
+def test_nothing_but_padding_is_a_step_without_gradients(layout: Layout, sparse: bool) -> None:
+    attention, losses = build_attention(model_config(use_sparse_loss=sparse)), LossTracker()
+    inputs = layer_inputs(layout.num_rows).leaves()
+    output = run(attention, inputs, layout, losses=losses)
+    output.sum().backward()
+    assert output.shape == (layout.num_rows, 2 * LATENT) and output.eq(0).all() and losses.kl_sums[1] == 0
+    assert all(gradient.eq(0).all() for gradient in indexer_gradients(attention).values())
+    assert inputs.query.grad.eq(0).all() and inputs.key.grad.eq(0).all()
+
+
+# ---- Megatron's edge ----
+
+
+def test_sbhd_equals_token_major() -> None:
+    """``[s, b, h, d]`` in, ``[s, b, h * v]`` out, the same numbers in another order; gradients too."""
+    batch, length, flat = 3, 7, layer_inputs(21)
+
+    def to_sbhd(t: Tensor) -> Tensor:
+        return t.unflatten(0, (batch, length)).transpose(0, 1).contiguous()
+
+    shaped = Inputs(to_sbhd(flat.query), to_sbhd(flat.key).unsqueeze(2), to_sbhd(flat.x), to_sbhd(flat.qr)).leaves()
+    up_v, attentions = draw(2, 3, LATENT, seed=9), [build_attention(model_config()) for _ in range(2)]
+    flat = flat.leaves()
+    expected = run(attentions[0], flat, Layout.causal(batch, length), up_v_weight=up_v)
+    actual = attentions[1](shaped.query, shaped.key, x=shaped.x, qr=shaped.qr, up_v_weight=up_v)
+    assert actual.shape == (length, batch, 2 * 3)
+    assert torch.equal(actual.transpose(0, 1).flatten(0, 1), expected)
+    expected.sin().sum().backward()
+    actual.sin().sum().backward()
+    for a, b in ((shaped.query.grad, flat.query.grad), (shaped.key.grad.squeeze(2), flat.key.grad)):
+        torch.testing.assert_close(a.transpose(0, 1).flatten(0, 1), b, rtol=1e-12, atol=1e-14)
+    for a, b in zip(*(indexer_gradients(attention).values() for attention in attentions), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+THD_SHAPES = {
+    "t h d": (lambda q: q, lambda t: t, lambda t: t),
+    "t h d and t 1 d": (lambda q: q, lambda t: t[:, None], lambda t: t[:, None]),
+    "t 1 h d": (lambda q: q[:, None], lambda t: t[:, None, None], lambda t: t[:, None]),
+}
+
+
+@pytest.mark.parametrize("name", THD_SHAPES)
+def test_packed_rows_in_every_shape_of_megatron(name: str) -> None:
+    query_shape, key_shape, row_shape = THD_SHAPES[name]
+    inputs, attention = layer_inputs(29), build_attention(model_config())
+    expected = run(attention, inputs)
+    packed = PackedSeqParams.from_offsets((0, 9, 10, 10, 21), (0, 11, 12, 15, 29))
+    actual = attention(
+        query_shape(inputs.query),
+        key_shape(inputs.key),
+        x=row_shape(inputs.x),
+        qr=row_shape(inputs.qr),
+        packed_seq_params=packed,
+    )
+    assert actual.shape == ((29, 1, 2 * LATENT) if name == "t 1 h d" else (29, 2 * LATENT))
+    assert torch.equal(actual.reshape(29, -1), expected)
+
+
+def test_the_value_projection_leaves_the_latent() -> None:
+    inputs, attention, up_v = layer_inputs(29), build_attention(model_config()), draw(2, 3, LATENT, seed=9)
+    latent = run(attention, inputs).unflatten(-1, (2, LATENT))
+    projected = torch.stack([latent[:, h] @ up_v[h].T for h in range(2)], dim=1)
+    torch.testing.assert_close(run(attention, inputs, up_v_weight=up_v), projected.flatten(1))
+
+
+def test_the_default_scale_is_that_of_whole_heads() -> None:
+    config = model_config()
+    assert build_attention(config).softmax_scale == (4 + 4) ** -0.5
+    given = DSAttention(config, DSAttentionSubmodules(indexer=lambda **_: torch.nn.Linear(1, 1)), 1, softmax_scale=0.5)
+    assert given.softmax_scale == 0.5
+
+
+REFUSED_CALLS: dict[str, tuple[dict[str, Any], str]] = {
+    "a value": ({"value": torch.zeros(29, 2, 3)}, "pass None for the three"),
+    "a mask": ({"attention_mask": torch.ones(29, 29)}, "packed_seq_params"),
+    "a bias": ({"attention_bias": torch.zeros(1)}, "got a value, an attention_mask or an attention_bias"),
+    "no x": ({"x": None}, "no x or no qr"),
+    "no qr": ({"qr": None}, "pass the layer's input and the normed query latent"),
+    "no causality": ({"attn_mask_type": SimpleNamespace(name="no_mask")}, "attn_mask_type=no_mask"),
+    "an arbitrary mask": ({"attn_mask_type": "arbitrary"}, "use causal or padding_causal"),
+    "short offsets": (
+        {"packed_seq_params": PackedSeqParams.from_offsets((0, 9, 20))},
+        r"one row of 20 tokens, but the input is \[1, 29\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_CALLS)
+def test_what_a_layout_cannot_say_is_refused(name: str) -> None:
+    changed, message = REFUSED_CALLS[name]
+    inputs, attention = layer_inputs(29), build_attention(model_config())
+    with pytest.raises(ValueError, match=message) as caught:
+        attention(inputs.query, inputs.key, **({"x": inputs.x, "qr": inputs.qr} | changed))
+    assert str(caught.value).endswith(".") and "\n" not in str(caught.value)
+
+
+def test_a_packed_batch_of_several_rows_is_refused() -> None:
+    inputs, attention = layer_inputs(28), build_attention(model_config())
+    packed = PackedSeqParams.from_offsets((0, 14))
+    shaped = [t.unflatten(0, (2, 14)).transpose(0, 1) for t in inputs]
+    with pytest.raises(ValueError, match=r"the input is \[2, 14\]: flatten the batch into one packed row"):
+        attention(shaped[0], shaped[1], x=shaped[2], qr=shaped[3], packed_seq_params=packed)
+
+
+@pytest.mark.parametrize("mask_type", [None, "causal", SimpleNamespace(name="padding_causal")], ids=str)
+def test_causal_mask_types_are_accepted(mask_type: Any) -> None:
+    inputs, attention = layer_inputs(29), build_attention(model_config())
+    assert torch.equal(run(attention, inputs, attn_mask_type=mask_type), run(attention, inputs))
+
+
+def test_construction_refuses_what_would_be_ignored() -> None:
+    config, submodules = model_config(), DSAttentionSubmodules(indexer=lambda **_: torch.nn.Linear(1, 1))
+    with pytest.raises(ValueError, match="attention_dropout=0.1"):
+        DSAttention(config, submodules, 1, attention_dropout=0.1)
+    with pytest.raises(ValueError, match="attn_mask_type=no_mask"):
+        DSAttention(config, submodules, 1, attn_mask_type=SimpleNamespace(name="no_mask"))
+    DSAttention(config, submodules, 1, SimpleNamespace(name="causal"), "self", 0.0)
+
+
+def test_a_backend_that_cannot_run_fails_when_the_layer_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = "dsa_indexer_topk=5 is odd: use a multiple of 64."
+    monkeypatch.setattr(reference.ReferenceBackend, "unsupported", staticmethod(lambda config, device: reason))
+    with pytest.raises(ValueError, match=reason):
+        build_attention(model_config())
+
+
+def test_layers_that_reuse_own_no_indexer() -> None:
+    config = model_config(topk_freq=3)
+    layers = {number: build_attention(config, number) for number in (1, 2, 3, 4)}
+    assert [layers[n].indexer is None for n in (1, 2, 3, 4)] == [False, True, True, False]
+    assert not list(layers[2].parameters())
+    with pytest.raises(ValueError, match="Layer 2 reuses the keys of layer 1, which did not run in this pass"):
+        run(layers[2], layer_inputs(29))
+
+
+def test_a_layer_copies_after_use() -> None:
+    attention, inputs = build_attention(model_config()), layer_inputs(29)
+    expected = run(attention, inputs.leaves())
+    expected.sum().backward()
+    assert torch.equal(run(copy.deepcopy(attention), inputs), expected)
+
+
+def test_the_context_is_made_where_none_is_given() -> None:
+    context = ForwardContext.build(2, 5, None, "cpu")
+    assert context.layout == Layout.causal(2, 5) and context.positions_T.tolist() == [*range(5), *range(5)]
+    assert context.topk_cache.get(1) is None and context.losses.normalizer is None
+    packed = ForwardContext.build(1, 16, PackedSeqParams.from_offsets((0, 5, 12), (0, 8, 16)), "cpu")
+    assert packed.layout == Layout.packed((0, 5, 12), (0, 8, 16))
