@@ -26,6 +26,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+# Newer torch renamed both and warns about the old names.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 
 def group_size(group: ProcessGroup | None) -> int:
     """Ranks of ``group``; 1 for None."""
@@ -83,7 +87,7 @@ def all_gather_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
     if group_size(group) == 1:
         return x
     out = x.new_empty(group_size(group) * x.shape[0], *x.shape[1:])
-    dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+    _all_gather(out, x.contiguous(), group=group)
     return out
 
 
@@ -96,7 +100,7 @@ def sum_scatter_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
     if not x.is_cuda:
         return _all_reduce(x, group)[start:stop].contiguous()
     out = x.new_empty(stop - start, *x.shape[1:])
-    dist.reduce_scatter_tensor(out, x.contiguous(), group=group)
+    _reduce_scatter(out, x.contiguous(), group=group)
     return out
 
 
@@ -107,7 +111,7 @@ def _all_reduce(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
-    out: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]
+    out: Tensor = function.apply(*args)
     return out
 
 
