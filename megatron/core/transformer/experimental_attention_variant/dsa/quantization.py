@@ -57,8 +57,7 @@ def quantize_e4m3(x: Tensor, scale_format: str = "ue8m0", checked: bool = False)
     Raises:
         ValueError: an unknown format, or, in the checked mode, NaN or infinity.
     """
-    if scale_format not in SCALE_FORMATS:
-        raise ValueError(f"The FP8 scale format {scale_format!r} is unknown: use {' or '.join(SCALE_FORMATS)}.")
+    require_format(scale_format)
     values = x.detach().float()
     amax = values.abs().amax(-1)
     bounded = amax.clamp(min=AMAX_FLOOR)
@@ -66,7 +65,8 @@ def quantize_e4m3(x: Tensor, scale_format: str = "ue8m0", checked: bool = False)
         scale = _power_of_two_at_least(bounded * (1 / E4M3_MAX))
         scaled = values / scale.unsqueeze(-1)
     else:
-        scale = bounded / E4M3_MAX
+        # By a tensor: PyTorch's CUDA kernels turn division by a number into multiplication by its rounded reciprocal.
+        scale = bounded / torch.full_like(bounded, E4M3_MAX)
         scaled = values * (1 / scale).unsqueeze(-1)
     finite = amax.isfinite()
     scale = scale.where(finite, torch.nan)
@@ -74,6 +74,12 @@ def quantize_e4m3(x: Tensor, scale_format: str = "ue8m0", checked: bool = False)
         require_finite(scale)
     codes = scaled.where(finite.unsqueeze(-1), torch.nan)
     return Quantized(codes.to(torch.float8_e4m3fn), scale)
+
+
+def require_format(scale_format: str) -> None:
+    """Raise if ``quantize_e4m3`` has no such format."""
+    if scale_format not in SCALE_FORMATS:
+        raise ValueError(f"The FP8 scale format {scale_format!r} is unknown: use {' or '.join(SCALE_FORMATS)}.")
 
 
 def require_finite(scale: Tensor) -> None:
