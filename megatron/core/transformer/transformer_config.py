@@ -103,7 +103,7 @@ class TransformerConfig:
     dsa_indexer_topk: int | None = None
     """Keys that each row selects (2048 in released models)."""
     dsa_indexer_topk_freq: int | list[int] = 1
-    """IndexShare: one of every N layers selects and the others reuse its keys; or a list of 1 (selects) and 0 (reuses)."""
+    """IndexShare: one of every N layers selects, the others reuse its keys; or a list of 1 (selects) and 0 (reuses)."""
     dsa_indexer_skip_topk_offset: int = 0
     """IndexShare: the first layers, up to this number, all select."""
     dsa_indexer_loss_coeff: float | None = None
