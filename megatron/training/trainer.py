@@ -11,6 +11,7 @@ and a resume does not move them. Evaluation draws no random numbers.
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -71,6 +72,7 @@ def prepare(config: PretrainConfig, tokenizer: Tokenizer, device: torch.device) 
     require_memory(config.model, device)
     torch.manual_seed(config.data.seed)
     if config.model.deterministic_mode:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # PyTorch refuses to multiply on a GPU without it
         torch.use_deterministic_algorithms(True)
     model = as_fp32(build_gpt_model(config.model, device=device))
     engine = Engine(
