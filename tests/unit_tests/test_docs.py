@@ -7,8 +7,10 @@ import re
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
 
 from tests.unit_tests.tree_rules import ROOT
 
@@ -68,3 +70,11 @@ def test_imports_in_examples_work(page: Path) -> None:
 def test_the_layout_examples_run() -> None:
     (block,) = [b for b in _python_blocks(ROOT / "docs" / "dsa.md") if "Layout.zigzag" in b]
     exec(block, {})
+
+
+def test_the_replay_example_runs_and_replays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = [b for b in _python_blocks(ROOT / "docs" / "dsa.md") if "replay_topk(model" in b]
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(block, names)
+    assert torch.equal(names["recorded"], names["replayed"])
