@@ -193,16 +193,17 @@ class Spy(reference.ReferenceBackend):
 
     def attend(self, attention: Any, topk: Any, layout: Any) -> Any:
         self.calls.append("attend")
-        self.scores_kept = topk.scores_TK is not None
+        self.attended_with_scores = topk.scores_TK is not None
         return super().attend(attention, topk, layout)
 
     def teacher(self, *args: Any) -> Iterator[Any]:
         self.calls.append("teacher")
         yield from super().teacher(*args)
 
-    def indexer_loss(self, *args: Any) -> Any:
+    def indexer_loss(self, indexer: Any, target: Any, topk: Any, layout: Any, dense: bool) -> Any:
         self.calls.append("indexer_loss")
-        return super().indexer_loss(*args)
+        self.taught_with_scores = topk.scores_TK is not None
+        return super().indexer_loss(indexer, target, topk, layout, dense)
 
 
 def spied(**options: Any) -> tuple[DSAttention, Spy]:
@@ -232,7 +233,7 @@ def test_without_a_loss_there_is_no_teacher(name: str) -> None:
         torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
     ):
         output = run(attention, inputs, losses=losses)
-    assert spy.calls == ["select", "attend"] and not spy.scores_kept and not losses.kl_sums and not losses.rows
+    assert spy.calls == ["select", "attend"] and not spy.attended_with_scores and not losses.kl_sums and not losses.rows
     assert attention.indexer is not None
     frozen = not options.get("loss_coeff", 0.7)
     assert all(p.requires_grad != frozen for p in attention.indexer.parameters())
@@ -268,7 +269,7 @@ def tuple_of(t: Tensor) -> tuple[Any, ...]:
 def test_with_a_loss_the_verbs_run_once_in_order(sparse: bool) -> None:
     attention, spy = spied(use_sparse_loss=sparse)
     run(attention, layer_inputs(29).leaves()).sum().backward()
-    assert spy.calls == ["select", "attend", "teacher", "indexer_loss"] and spy.scores_kept
+    assert spy.calls == ["select", "attend", "teacher", "indexer_loss"] and spy.taught_with_scores
 
 
 def test_evaluation_and_training_select_alike() -> None:
