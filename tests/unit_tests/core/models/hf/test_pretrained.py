@@ -300,6 +300,12 @@ def test_mtp_layers_are_skipped_only_when_asked(
     same_tensors(tmp_path / "out", tensors(name, "model"))
 
 
+def test_mtp_layers_are_known_by_the_config_too(tmp_path: Path) -> None:
+    weights = {key: value for key, value in with_mtp("a_glm_plain").items() if "eh_proj" not in key}
+    folder = write_checkpoint(tmp_path / "in", hf_config("a_glm_plain") | {"num_nextn_predict_layers": 1}, weights)
+    from_pretrained(folder, skip_mtp=True)
+
+
 def test_skipping_mtp_does_not_skip_strays(tmp_path: Path) -> None:
     weights = dict(tensors("a_glm_plain", "model")) | {"model.layers.4.mlp.down_proj.weight": torch.ones(1)}
     folder = write_checkpoint(tmp_path / "in", hf_config("a_glm_plain"), weights)
