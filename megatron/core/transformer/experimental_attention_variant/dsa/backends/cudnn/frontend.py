@@ -141,6 +141,11 @@ def sparse_target(
     q_RHD: Tensor, kv_SD: Tensor, lse_RH: Tensor, indices_RK: Tensor, length_R: Tensor, scale: float
 ) -> Tensor:
     """FP32 ``[R, K]``: attention probabilities of the selected keys, summed over heads; zeros past the length."""
+    if q_RHD.shape[0] == 1:
+        # Its transposed copy of a single row's lse keeps a stride that the kernel refuses: run the row twice.
+        twice = (x.expand(2, *x.shape[1:]).contiguous() for x in (q_RHD, lse_RH, indices_RK, length_R))
+        q_RHD, lse_RH, indices_RK, length_R = twice
+        return sparse_target(q_RHD, kv_SD, lse_RH, indices_RK, length_R, scale)[:1]
     total: Tensor | None = None
     for q, lse in zip(_head_slices(q_RHD), _head_slices(lse_RH), strict=True):
         heads = _next_of(BACKWARD_HEADS, q.shape[1])

@@ -8,7 +8,7 @@ selection kept; gradients are computed in backward from saved operands, so activ
 once. Where no scores were kept (replay), the given ids are scored first.
 
 Dense: the matrices are S x S, so a chunk's gradients are computed where its matrices exist, in forward, and only
-scaled in backward. Chunks stay within a quarter of the byte budget each. Every segment is a call of its own with its
+scaled in backward. Chunks stay within half of the byte budget. Every segment is a call of its own with its
 causal offset, over the keys that its last row sees, so keys of padding and of other documents are never read. Scores
 go by row lengths everywhere, so what the scoring kernel leaks past a row's end reaches nothing.
 
@@ -30,7 +30,8 @@ from ..protocol import Attended, AttentionInputs, IndexerInputs, TeacherChunk, T
 from . import frontend
 from .scoring import score, segment_calls, split_rows, to_operands
 
-_DENSE_BUDGET_SHARE = 4
+# A chunk holds two FP32 matrices, where selection's 12 bytes a cell also count top-k scratch.
+_DENSE_BUDGET_SHARE = 2
 
 
 def sparse_teacher(attention: AttentionInputs, attended: Attended, topk: TopK, local_rows: int) -> TeacherChunk:
@@ -97,16 +98,12 @@ class _SparseLoss(torch.autograd.Function):
         step = _sparse_rows(indices_TK.shape[1])
         for start in range(0, q_TID.shape[0], step):
             rows = slice(start, min(start + step, q_TID.shape[0]))
-            target, predict, ids = triton_rows.backward_rows(
-                target_TK[rows],
-                scores_TK[rows],
-                indices_TK[rows],
-                (length_T[rows], lse_T[rows], mass_T[rows]),
-                LOG_PREDICTION_FLOOR,
+            stats = length_T[rows], lse_T[rows], mass_T[rows]
+            target, predict = triton_rows.backward_rows(
+                target_TK[rows], scores_TK[rows], stats, indices_TK.shape[1], LOG_PREDICTION_FLOOR
             )
-            part = frontend.indexer_backward(
-                (operands.q_TID[rows], operands.k_SD, operands.w_TI[rows]), target, predict, ids, grads[0]
-            )
+            chunk = operands.q_TID[rows], operands.k_SD, operands.w_TI[rows]
+            part = frontend.indexer_backward(chunk, target, predict, indices_TK[rows], grads[0])
             dq_TID[rows], dw_TI[rows] = part.dq_RID, part.dw_RI
             dk_SD += part.dk_SD
         return dq_TID.to(q_TID.dtype), dk_SD.to(k_SD.dtype), dw_TI.to(w_TI.dtype), None
@@ -218,7 +215,7 @@ def _key_range(shards: list[Layout]) -> tuple[int, int]:
 
 
 def _sparse_rows(width: int) -> int:
-    # Three FP32 or int32 matrices of a chunk: 192 MiB at the widest selection.
+    # Two FP32 matrices of a chunk: 128 MiB at the widest selection.
     return max(2**24 // width, 1)
 
 

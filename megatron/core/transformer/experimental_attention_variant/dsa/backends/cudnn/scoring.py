@@ -119,28 +119,24 @@ def split_rows(segment: Segment, cells: int) -> Iterator[Segment]:
 def _groups(layout: Layout, cells: int) -> Iterator[tuple[list[Segment], int]]:
     """Segments that share a call, and the row after the last one."""
     group: list[Segment] = []
-    work = 0
+    width = work = 0
     for segment in layout.segments:
-        if group and not _may_join(group, segment, work, cells):
-            yield group, group[-1].row_stop
-            group, work = [], 0
-        if _cells([segment]) > cells:
+        own, joint_width = segment.num_rows * _width(segment), max(width, _width(segment))
+        if group:
+            joint = (segment.row_stop - group[0].row_start) * joint_width
+            fits = joint <= min(cells, 2 * (work + own) + _FREE_CELLS) and len(group) < MAX_SEGMENTS_A_CALL
+            if not fits:
+                yield group, group[-1].row_stop
+                group, work, joint_width = [], 0, _width(segment)
+        if own > cells:  # then it fitted no group
             for piece in split_rows(segment, cells):
                 yield [piece], piece.row_stop
+            width = 0
             continue
         group.append(segment)
-        work += _cells([segment])
+        width, work = joint_width, work + own
     if group:
         yield group, group[-1].row_stop
-
-
-def _may_join(group: list[Segment], segment: Segment, work: int, cells: int) -> bool:
-    joined = _cells([group[0], segment], max(_width(s) for s in (*group, segment)))
-    return joined <= min(cells, 2 * (work + _cells([segment])) + _FREE_CELLS) and len(group) < MAX_SEGMENTS_A_CALL
-
-
-def _cells(group: list[Segment], width: int | None = None) -> int:
-    return (group[-1].row_stop - group[0].row_start) * (width or _width(group[0]))
 
 
 def _width(segment: Segment) -> int:

@@ -16,8 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK_M = 128
-BLOCK_S = 256
+# Measured on an H200: 563 TFLOP/s of useful work counted without the mask; 128 x 256 gives 477, 128 x 128 up to 526.
+BLOCK_M = 256
+BLOCK_S = 128
 BLOCK_D = 64
 
 
@@ -29,7 +30,7 @@ def visible_lse(q_RHD: Tensor, kv_SD: Tensor, scale: float, causal_offset: int) 
     grid = (triton.cdiv(rows * heads, BLOCK_M),)
     _lse_kernel[grid](
         q_RHD, kv_SD, lse_RH, rows * heads, kv_SD.shape[0], heads, causal_offset, scale * 1.4426950408889634,
-        WIDTH=width, BLOCK_M=BLOCK_M, BLOCK_S=BLOCK_S, BLOCK_D=BLOCK_D, num_warps=8, num_stages=4,
+        WIDTH=width, BLOCK_M=BLOCK_M, BLOCK_S=BLOCK_S, BLOCK_D=BLOCK_D, num_warps=8, num_stages=3,
     )  # fmt: skip
     return lse_RH
 

@@ -6,9 +6,11 @@ The library's kernels give scores, targets and gradients, but not the loss. ``kl
 (twice where a row exceeds one block) and goes by row lengths, so garbage past a row's end, a leaked future key
 included, reaches neither the loss nor the log-sum-exp and the mass that the gradient kernels take.
 
-``backward_rows`` writes target, prediction and ids slot for slot, each row rotated by a different multiple of 128.
-The backward kernel adds every slot's key gradient to memory atomically, one block of 128 slots after another and
-neighbouring rows at the same time; ids ascend, so without the rotation neighbouring rows queue up at the same keys.
+``backward_rows`` normalizes a target and turns scores into the prediction, into fresh matrices of the kernel's width:
+the backward kernel overwrites its target, and zeros past a row's end keep garbage there out of the gradients.
+
+Left out: another order of the slots. Rotating each row's slots, so that neighbouring rows do not add to the same keys
+at the same time, was measured and changes nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 2048
-SLOT_BLOCK = 128
 # exp(-100), below which the objective's log-prediction is floored, is no normal FP32 number. The backward kernel
 # compares with it, so a floored slot says so by a negative prediction, and an unfloored one by a normal positive one.
 TINY = 1.1754944e-38
@@ -38,19 +39,18 @@ def kl_rows(target_RN: Tensor, scores_RN: Tensor, length_R: Tensor, floor: float
 
 
 def backward_rows(
-    target_RK: Tensor, scores_RK: Tensor, indices_RK: Tensor, stats: tuple[Tensor, Tensor, Tensor], floor: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Target, prediction and ids ``[R, width of indices]``, rotated; ``stats`` = (length, lse, mass) of the rows."""
-    rows, width = indices_RK.shape
+    target_RK: Tensor, scores_RK: Tensor, stats: tuple[Tensor, Tensor, Tensor], width: int, floor: float
+) -> tuple[Tensor, Tensor]:
+    """Normalized target and prediction ``[R, width]``, 0 past the length; ``stats`` = (length, lse, mass)."""
+    rows = target_RK.shape[0]
     target = torch.empty((rows, width), dtype=torch.float32, device=target_RK.device)
-    predict, indices = torch.empty_like(target), torch.empty_like(indices_RK)
+    predict = torch.empty_like(target)
     if rows:
         _backward_kernel[(rows,)](
-            target_RK, scores_RK, indices_RK, *stats, target, predict, indices,
-            target_RK.stride(0), scores_RK.stride(0), indices_RK.stride(0), width, floor,
-            BLOCK=BLOCK, ROTATION=SLOT_BLOCK, TINY=TINY, num_warps=8,
+            target_RK, scores_RK, *stats, target, predict,
+            target_RK.stride(0), scores_RK.stride(0), width, floor, BLOCK=BLOCK, TINY=TINY, num_warps=8,
         )  # fmt: skip
-    return target, predict, indices
+    return target, predict
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -89,25 +89,18 @@ def _kl_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _backward_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
-    target, scores, indices, lengths, lse, mass, out_target, out_predict, out_indices,
-    target_stride, scores_stride, indices_stride, width, floor,
-    BLOCK: tl.constexpr, ROTATION: tl.constexpr, TINY: tl.constexpr,
+    target, scores, lengths, lse, mass, out_target, out_predict, target_stride, scores_stride, width, floor,
+    BLOCK: tl.constexpr, TINY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     length = tl.load(lengths + row)
     row_lse = tl.load(lse + row)
     scale = 1.0 / tl.maximum(tl.load(mass + row), TINY)
-    shift = ((row * ROTATION) % width).to(tl.int32)
     for start in range(0, width, BLOCK):
         slots = start + tl.arange(0, BLOCK)
-        exists = slots < width
         inside = slots < length
         p = tl.load(target + row * target_stride + slots, mask=inside, other=0.0) * scale
         log_predict = tl.load(scores + row * scores_stride + slots, mask=inside, other=0.0) - row_lse
         predict = tl.where(log_predict >= floor, tl.maximum(tl.exp(log_predict), TINY), -TINY)
-        ids = tl.load(indices + row * indices_stride + slots, mask=inside, other=-1)
-        places = slots + shift
-        places = tl.where(places >= width, places - width, places) + row * width
-        tl.store(out_target + places, p, mask=exists)
-        tl.store(out_predict + places, tl.where(inside, predict, 0.0), mask=exists)
-        tl.store(out_indices + places, ids, mask=exists)
+        tl.store(out_target + row * width + slots, p, mask=slots < width)
+        tl.store(out_predict + row * width + slots, tl.where(inside, predict, 0.0), mask=slots < width)
