@@ -1,8 +1,7 @@
 """DeepSeek Sparse Attention: index, select, attend, and teach the indexer what the attention looked at.
 
-Legend: T rows, S keys, C hidden width, R query-latent width, H heads, D key width, V value width.
-Queries are absorbed (MLA as MQA over one latent key head). Gradients of the KL loss reach only the indexer: its inputs
-and its target are detached. Token-major inside; Megatron-LM's ``[s, b, h, d]`` is converted once at each end.
+Legend: T rows, S keys, C hidden width, R query-latent width, H heads, D key width, V value width. Queries are absorbed
+(MLA as MQA over one latent key head). KL gradients reach only the indexer: its inputs and its target are detached.
 """
 
 from __future__ import annotations
@@ -20,7 +19,8 @@ from .backends import resolve
 from .backends.protocol import Attended, AttentionInputs, Backend, IndexerInputs, TopK
 from .config import DSAConfig
 from .context import ForwardContext, refuse_masks, to_token_major
-from .index_share import recorded_rows
+from .context_parallel import RowShards
+from .index_share import remember, remembered
 from .loss import attach_loss
 
 
@@ -55,10 +55,12 @@ class DSAttention(nn.Module):
             raise ValueError(reason)
         self.backend: Backend = backend(dsa)
         self.softmax_scale = softmax_scale or (dsa.qk_head_dim + dsa.qk_pos_emb_head_dim) ** -0.5
+        self.shards = RowShards.of(pg_collection, dsa.sequence_parallel)
         self.indexer: nn.Module | None = None
         if self.source_layer == layer_number:
             self.indexer = build_module(submodules.indexer, config=config, pg_collection=pg_collection)
             self.indexer.requires_grad_(dsa.loss_enabled)
+            self.shards.mark_partial_gradients(self.indexer)
         self.recorder: dict[int, TopK] | None = None
         self.replayed: Mapping[int, TopK] | None = None
 
@@ -76,45 +78,43 @@ class DSAttention(nn.Module):
         """
         refuse_masks(value, attention_mask, attention_bias, attn_mask_type)
         rows = to_token_major(query, key, x, qr)
-        context = context or ForwardContext.build(rows.batch or 1, query.shape[0], packed_seq_params, query.device)
-        attention = AttentionInputs(rows.q_THD, rows.kv_SD, self.softmax_scale)
-        topk, indexer = self._select(rows.x_TC, rows.q_latent_TR, context)
+        shape = rows.batch or 1, query.shape[0]
+        context = context or ForwardContext.build(*shape, packed_seq_params, query.device, cp_group=self.shards.cp)
+        trains = self.training and self.dsa.loss_enabled and torch.is_grad_enabled() and self.indexer is not None
+        topk, operands = remembered(self, context), None  # no operands: nothing to select or to train
+        if self.indexer is not None and (trains or topk is None):
+            with torch.set_grad_enabled(trains):
+                operands = self.indexer(*self.shards.own_inputs(rows, context))
+        kv_SD, operands = self.shards.gather_keys(rows.kv_SD, operands, context)
+        attention = AttentionInputs(rows.q_THD, kv_SD, self.softmax_scale)
+        own, topk = self._select(topk, operands, context)
         attended = self.backend.attend(attention, topk, context.layout)
         out_THV = attended.out_THV
-        if indexer is not None:
-            out_THV = attach_loss(out_THV, self._indexer_loss(indexer, attention, attended, topk, context))
+        if trains and operands is not None:
+            out_THV = attach_loss(out_THV, self._indexer_loss(operands, attention, attended, own, topk, context))
         if up_v_weight is not None:
             out_THV = torch.einsum("thc,hvc->thv", out_THV, up_v_weight)
         return rows.restore(out_THV.flatten(1))
 
-    def _select(self, x_TC: Tensor, qr_TR: Tensor, context: ForwardContext) -> tuple[TopK, IndexerInputs | None]:
-        """This layer's keys, and the indexer's operands where they are to be trained."""
-        if self.indexer is None:
-            return context.topk_cache.require(self.source_layer, self.layer_number), None
-        trains = self.training and self.dsa.loss_enabled and torch.is_grad_enabled()
-        topk = kept = context.topk_cache.get(self.layer_number)  # recompute finds what its own pass selected
-        if topk is None and self.replayed is not None:
-            topk = recorded_rows(self.replayed, self.layer_number, context.layout)
-        if trains or topk is None:
-            with torch.set_grad_enabled(trains):
-                operands: IndexerInputs = self.indexer(x_TC.detach(), qr_TR.detach(), context.positions_T)
-        if topk is None:
-            topk = self.backend.select(operands, context.layout, self.dsa.topk)
-        if kept is None:
-            context.topk_cache.put(self.layer_number, topk)
-            if self.recorder is not None:
-                self.recorder[self.layer_number] = topk._replace(scores_TK=None)
-        return (topk, operands) if trains else (topk._replace(scores_TK=None), None)
+    def _select(self, topk: TopK | None, operands: IndexerInputs | None, context: ForwardContext) -> tuple[TopK, TopK]:
+        """The keys of this rank's own rows, with scores where they are selected here, and those of all its rows."""
+        own_rows = self.shards.own(context.layout)
+        if topk is not None:
+            return topk.rows(*own_rows), remember(self, context, topk)
+        assert operands is not None
+        own = self.backend.select(operands, context.layout.slice_rows(*own_rows), self.dsa.topk)
+        return own, remember(self, context, self.shards.gather_topk(own))
 
     # fmt: off
-    def _indexer_loss(self, indexer: IndexerInputs, attention: AttentionInputs, attended: Attended, topk: TopK,
-                      context: ForwardContext) -> Tensor:
+    def _indexer_loss(self, operands: IndexerInputs, attention: AttentionInputs, attended: Attended, own: TopK,
+                      topk: TopK, context: ForwardContext) -> Tensor:
         # fmt: on
-        """The scaled KL loss of this rank's rows; the attention's operands are its constant teacher."""
-        layout, dense, kl_sum = context.layout, not self.dsa.use_sparse_loss, indexer.w_TI.new_zeros(())
-        frozen = AttentionInputs(attention.q_THD.detach(), attention.kv_SD.detach(), attention.scale)
-        for chunk in self.backend.teacher(frozen, Attended(*(t.detach() for t in attended)), topk, layout, dense):
-            part = (indexer.rows(*chunk.rows), chunk, topk.rows(*chunk.rows), layout.slice_rows(*chunk.rows), dense)
+        """The scaled KL loss of this rank's own rows; the attention's operands are its constant teacher."""
+        layout, dense = context.layout, not self.dsa.use_sparse_loss
+        own_layout, kl_sum = layout.slice_rows(*self.shards.own(layout)), operands.w_TI.new_zeros(())
+        for chunk in self.backend.teacher(attention.detach(), attended.detach(), topk, layout, dense):
+            target, at = self.shards.reduce_target(chunk), chunk.rows
+            part = operands.rows(*at), target, own.rows(*at), own_layout.slice_rows(*at), dense
             kl_sum = kl_sum + self.backend.indexer_loss(*part)
-        context.losses.record(self.layer_number, kl_sum, layout.num_valid_rows)
+        context.losses.record(self.layer_number, kl_sum, own_layout.num_valid_rows)
         return kl_sum * (self.dsa.loss_coeff or 0.0) * context.losses.scale(layout.num_valid_rows)

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .collectives import group_rank, group_size
 from .index_share import TopKCache
-from .layout import Layout, positions
+from .layout import Layout, positions, zigzag_key_order
 from .loss import LossTracker
 
 
@@ -27,12 +28,14 @@ class ForwardContext:
         positions_T: int64 position of each row in its document.
         topk_cache: selections shared by layers.
         losses: side losses of this microbatch.
+        key_order: int64 order, and its inverse, that sorts keys gathered over context-parallel ranks; None for one.
     """
 
     layout: Layout
     positions_T: Tensor
     topk_cache: TopKCache
     losses: LossTracker
+    key_order: tuple[Tensor, Tensor] | None = None
 
     @classmethod
     def build(
@@ -42,27 +45,29 @@ class ForwardContext:
         packed_seq_params: Any,
         device: torch.device | str,
         losses: LossTracker | None = None,
+        cp_group: Any = None,
     ) -> ForwardContext:
         """Context of ``[batch, length]`` tokens, or of one packed row (``batch`` must be 1 then).
 
+        With context parallelism ``length`` counts this rank's zigzag rows, and ``packed_seq_params`` describes the
+        whole row, which all ranks of ``cp_group`` share.
+
         Raises:
-            ValueError: the packed offsets do not cover the row.
+            ValueError: the packed offsets do not cover the row, or do not split over ``cp_group``.
         """
-        layout = layout_of(batch, length, packed_seq_params)
-        return cls(layout, positions(layout, device), TopKCache(), losses or LossTracker())
-
-
-def layout_of(batch: int, length: int, packed_seq_params: Any) -> Layout:
-    """The layout of a ``[batch, length]`` input."""
-    if packed_seq_params is None:
-        return Layout.causal(batch, length)
-    layout = Layout.packed(packed_seq_params.offsets, packed_seq_params.padded_offsets)
-    if batch != 1 or layout.num_rows != length:
-        raise ValueError(
-            f"packed_seq_params describes one row of {layout.num_rows} tokens, but the input is [{batch}, {length}]: "
-            "flatten the batch into one packed row, and let the offsets reach its end."
-        )
-    return layout
+        cp_size = group_size(cp_group)
+        if packed_seq_params is None:
+            offsets = padded = tuple(i * length * cp_size for i in range(batch + 1))
+        else:
+            offsets, padded = packed_seq_params.offsets, packed_seq_params.padded_offsets or packed_seq_params.offsets
+        layout = Layout.zigzag(offsets, cp_size, group_rank(cp_group), padded)
+        if layout.num_rows != batch * length or (packed_seq_params is not None and batch != 1):
+            raise ValueError(
+                f"packed_seq_params describes one row of {layout.num_rows} tokens, but the input is [{batch}, "
+                f"{length}]: flatten the batch into one packed row, and let the offsets reach its end."
+            )
+        key_order = zigzag_key_order(padded, cp_size, device)
+        return cls(layout, positions(layout, device), TopKCache(), losses or LossTracker(), key_order)
 
 
 class TokenMajor(NamedTuple):

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from torch import nn
 
 from .backends.protocol import TopK
-from .layout import Layout
+
+if TYPE_CHECKING:
+    from .context import ForwardContext
 
 
 class TopKCache:
@@ -52,6 +54,7 @@ class TopKCache:
 
 class _Selecting(Protocol):
     layer_number: int
+    source_layer: int
     indexer: nn.Module | None
     recorder: dict[int, TopK] | None
     replayed: Mapping[int, TopK] | None
@@ -114,19 +117,34 @@ def replay_topk(model: nn.Module, record: Mapping[int, TopK]) -> Iterator[None]:
             layer.replayed = outer[number]
 
 
-def recorded_rows(record: Mapping[int, TopK], layer_number: int, layout: Layout) -> TopK:
-    """The recorded selection of ``layer_number``, for a pass over ``layout``.
+def remembered(layer: _Selecting, context: ForwardContext) -> TopK | None:
+    """The keys that need no selection: another layer's, those of this pass before a recompute, or recorded ones.
 
     Raises:
-        ValueError: the record is of a pass with another number of rows.
+        ValueError: the layer reuses one that did not run, or the record is of a pass with another number of rows.
     """
-    topk = record[layer_number]
+    if layer.indexer is None:
+        return context.topk_cache.require(layer.source_layer, layer.layer_number)
+    topk = context.topk_cache.get(layer.layer_number)
+    if topk is not None or layer.replayed is None:
+        return topk
+    topk = layer.replayed[layer.layer_number]
     rows = topk.indices_TK.shape[0]
-    if rows != layout.num_rows:
+    if rows != context.layout.num_rows:
         raise ValueError(
-            f"The record of layer {layer_number} holds {rows} rows, but this pass has {layout.num_rows}: replay with "
-            "the microbatch that was recorded."
+            f"The record of layer {layer.layer_number} holds {rows} rows, but this pass has "
+            f"{context.layout.num_rows}: replay with the microbatch that was recorded."
         )
+    return topk
+
+
+def remember(layer: _Selecting, context: ForwardContext, topk: TopK) -> TopK:
+    """Keep what ``layer`` attends to, once a pass, for sharing, recompute and the recorder; returned without scores."""
+    topk = topk._replace(scores_TK=None)
+    if layer.indexer is not None and context.topk_cache.get(layer.layer_number) is None:
+        context.topk_cache.put(layer.layer_number, topk)
+        if layer.recorder is not None:
+            layer.recorder[layer.layer_number] = topk
     return topk
 
 

@@ -170,6 +170,16 @@ def visible_keys(layout: Layout, device: torch.device | str) -> Tensor:
     return _visible_keys(layout, torch.device(device))
 
 
+def zigzag_key_order(
+    padded_offsets: Sequence[int], cp_size: int, device: torch.device | str
+) -> tuple[Tensor, Tensor] | None:
+    """Where the keys of all ranks' zigzag rows, rank after rank, stand in global order: ``gathered[order]`` sorts them.
+
+    Returns int64 ``(order, inverse)``, each ``[S]``; None where one rank holds all rows.
+    """
+    return None if cp_size == 1 else _zigzag_key_order(tuple(padded_offsets), cp_size, torch.device(device))
+
+
 def kernel_segments(layout: Layout, device: torch.device | str) -> KernelSegments:
     """The layout for variable-length kernels; rows of padding before the first segment form one with a single key."""
     return _kernel_segments(layout, torch.device(device))
@@ -186,7 +196,7 @@ def _row_bounds(layout: Layout, device: torch.device) -> tuple[Tensor, Tensor]:
         starts[s.row_start : s.row_stop] = s.key_start
         first_end = s.key_start + s.causal_offset + 1
         ends[s.row_start : s.row_stop] = torch.arange(first_end, first_end + s.num_rows, device="cpu")
-    return starts.to(device), ends.to(device)
+    return _send(starts, device), _send(ends, device)
 
 
 @lru_cache(maxsize=_CACHED_VIEWS)
@@ -209,7 +219,7 @@ def _visible_keys(layout: Layout, device: torch.device) -> Tensor:
     seen = torch.zeros(layout.num_keys, dtype=torch.bool, device="cpu")
     for s in layout.segments:
         seen[s.key_start : s.key_stop] = True
-    return seen.to(device)
+    return _send(seen, device)
 
 
 @lru_cache(maxsize=_CACHED_VIEWS)
@@ -229,13 +239,32 @@ def _kernel_segments(layout: Layout, device: torch.device) -> KernelSegments:
     if in_place and cu_k[-1] == layout.num_keys:
         gather = None
     return KernelSegments(
-        torch.tensor(cu_q, dtype=torch.int32, device=device),
-        torch.tensor(cu_k, dtype=torch.int32, device=device),
-        torch.tensor([entry[3] for entry in entries], dtype=torch.int32, device=device),
-        None if gather is None else gather.to(device),
+        _send(torch.tensor(cu_q, dtype=torch.int32, device="cpu"), device),
+        _send(torch.tensor(cu_k, dtype=torch.int32, device="cpu"), device),
+        _send(torch.tensor([entry[3] for entry in entries], dtype=torch.int32, device="cpu"), device),
+        None if gather is None else _send(gather, device),
         cu_q,
         tuple(cu_k),
     )
+
+
+@lru_cache(maxsize=_CACHED_VIEWS)
+@torch.inference_mode(False)
+def _zigzag_key_order(padded: tuple[int, ...], cp_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    held = []
+    for rank in range(cp_size):
+        for start, stop in pairwise(padded):
+            chunk, firsts = _zigzag_chunks(stop - start, cp_size, rank)
+            held += [torch.arange(start + first, start + first + chunk, device="cpu") for first in firsts]
+    inverse = torch.cat(held) if held else torch.zeros(0, dtype=torch.int64, device="cpu")
+    order = torch.empty_like(inverse)
+    order[inverse] = torch.arange(inverse.numel(), device="cpu")
+    return _send(order, device), _send(inverse, device)
+
+
+def _send(view: Tensor, device: torch.device) -> Tensor:
+    """To the device without waiting for it: a copy from pageable memory would."""
+    return view.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else view.to(device)
 
 
 def _zigzag_chunks(padded_length: int, cp_size: int, cp_rank: int) -> tuple[int, tuple[int, int]]:

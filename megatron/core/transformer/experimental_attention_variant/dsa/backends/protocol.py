@@ -84,6 +84,10 @@ class AttentionInputs:
     kv_SD: Tensor
     scale: float
 
+    def detach(self) -> AttentionInputs:
+        """The same operands as constants."""
+        return AttentionInputs(self.q_THD.detach(), self.kv_SD.detach(), self.scale)
+
 
 class TopK(NamedTuple):
     """Selected keys of each row.
@@ -114,6 +118,10 @@ class Attended(NamedTuple):
 
     out_THV: Tensor
     lse_TH: Tensor
+
+    def detach(self) -> Attended:
+        """The same result as a constant."""
+        return Attended(self.out_THV.detach(), self.lse_TH.detach())
 
 
 class TeacherChunk(NamedTuple):
