@@ -227,7 +227,7 @@ def _metavar(kind: Any) -> str:
 
 
 def _split(arguments: Sequence[str]) -> dict[str, list[str]]:
-    """Flags with their values, in the order of their last appearance."""
+    """Flags with their values; the last of several equal flags counts."""
     given: dict[str, list[str]] = {}
     values: list[str] | None = None
     for token in _expand_aliases(arguments):
@@ -242,7 +242,6 @@ def _split(arguments: Sequence[str]) -> dict[str, list[str]]:
         if name in ALWAYS and name not in _known():
             continue
         _check_known(token, name)
-        given.pop(name, None)
         given[name] = values
     for name, flag_values in given.items():
         _check_values(name, flag_values, given)

@@ -98,7 +98,7 @@ REFUSED: list[tuple[Prepare, list[str], str]] = [
     (empty, [*FILES, "--data-path", "{root}/text"], "{root}/text"),
     (truncated_index, [*FILES, "--data-path", "{root}/text"], "{root}/text.idx"),
     (checkpoint, [*TINY, *RUN, "--load", "{root}", "--hidden-size", "64"], "is [384, 32] there and [384, 64] here"),
-    (checkpoint, [*TINY, *RUN, "--load", "{root}", "--num-layers", "1", "--moe-layer-freq", "1"], "exists only there"),
+    (checkpoint, [*TINY, *RUN, "--load", "{root}", "--num-layers", "1", "--moe-layer-freq", "1"], "is missing there"),
     (
         checkpoint,
         [*TINY, *RUN, "--load", "{root}", "--ckpt-step", "7"],

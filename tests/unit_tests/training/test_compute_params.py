@@ -44,6 +44,8 @@ def test_a_step_smaller_than_a_bf16_ulp_survives() -> None:
         with torch.no_grad():
             weight.add_(2**-9)
     assert weight[0].item() == 1 + 3 * 2**-9
+    with compute.installed():
+        assert model.decoder.final_layernorm.weight[0].item() == 1 + 2**-7
 
 
 @pytest.mark.parametrize("recompute", [None, "full"])
