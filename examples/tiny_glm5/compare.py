@@ -1,4 +1,4 @@
-"""Compare a run with the same run whose indexer was frozen: ``python compare.py RUN`` (RUN/frozen_indexer is the other).
+"""Compare RUN with RUN/frozen_indexer, the same run with a frozen indexer: ``python compare.py RUN``.
 
 Prints what a trained indexer is worth and draws both runs' attention mass into RUN/attention_mass.png.
 """

@@ -22,9 +22,9 @@ flags=(
   --preset tiny-glm5
   --train-data-path "${data}_train_text_document"
   --valid-data-path "${data}_valid_text_document"
-  --seq-length 256 --micro-batch-size 8 --train-iters 500
+  --seq-length 256 --micro-batch-size 8 --train-iters 400
   --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 40
-  --eval-interval 100 --eval-iters 8 --log-interval 20 --dsa-log-mass-interval 20
+  --eval-interval 100 --eval-iters 4 --log-interval 20 --dsa-log-mass-interval 20
 )
 
 mkdir -p "$out/frozen_indexer"
