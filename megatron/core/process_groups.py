@@ -9,13 +9,31 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
 class ProcessGroupCollection:
-    """Groups by what their ranks share: ``tp`` a layer, ``cp`` a sequence, ``ep`` the experts, ``dp`` the model."""
+    """Groups by what their ranks share out; ``parallel_state.py`` makes them.
+
+    Attributes:
+        tp: one layer's weights, and rows between layers with sequence parallelism.
+        cp: one sequence's rows.
+        dp: the samples of a step.
+        dp_cp: the rows of a step; dense parameters are sharded over it.
+        ep: the experts of a layer.
+        edp: ranks that hold the same experts; their parameters are sharded over it.
+        world: every rank.
+        mesh: ``("dp", "cp", "tp")`` over the world, with ``"dp_cp"``; None in one process.
+        expert_mesh: ``("edp", "ep")`` over the world.
+    """
 
     tp: ProcessGroup | None = None
     cp: ProcessGroup | None = None
-    ep: ProcessGroup | None = None
     dp: ProcessGroup | None = None
+    dp_cp: ProcessGroup | None = None
+    ep: ProcessGroup | None = None
+    edp: ProcessGroup | None = None
+    world: ProcessGroup | None = None
+    mesh: DeviceMesh | None = None
+    expert_mesh: DeviceMesh | None = None
