@@ -1,4 +1,4 @@
-"""Linear layers and the embedding against plain products and look-ups."""
+"""Linear layers and the embedding, whole, against plain products and look-ups; split ones: test_parallel_layers.py."""
 
 from __future__ import annotations
 
@@ -16,13 +16,6 @@ from megatron.core.tensor_parallel import (
 from tests.unit_tests.core.tiny_model import tiny_config
 
 LAYERS = [ColumnParallelLinear, RowParallelLinear, ReplicatedLinear]
-
-
-class TwoRanks:
-    """Stands for a process group of two ranks; nothing is ever sent over it."""
-
-    def size(self) -> int:
-        return 2
 
 
 @pytest.mark.parametrize("layer_class", LAYERS)
@@ -68,9 +61,3 @@ def test_embedding_looks_up_and_repeated_tokens_add_their_gradients() -> None:
     out.sum().backward()
     assert embedding.weight.grad is not None
     assert embedding.weight.grad[:, 0].tolist() == [0, 1, 0, 0, 3, 0, 0]
-
-
-@pytest.mark.parametrize("layer_class", [*LAYERS, VocabParallelEmbedding])
-def test_a_tensor_parallel_group_is_refused(layer_class: Any) -> None:
-    with pytest.raises(ValueError, match="tensor-parallel group of 2 ranks was given.*pass tp_group=None"):
-        layer_class(5, 3, config=tiny_config(), tp_group=TwoRanks())
