@@ -1,6 +1,8 @@
 """The gated MLP: ``fc2(silu(gate(x)) * up(x))``, SwiGLU (Shazeer, 2020).
 
-Gate and up are one product with ``linear_fc1``, whose weight is ``[2, ffn, hidden]``.
+Gate and up are one product with ``linear_fc1``, whose weight is ``[2, ffn, hidden]``. Tensor-parallel ranks share out
+the inner width: one collective on the way in (in backward, or a gather of rows with sequence parallelism), one on the
+way out.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.tensor_parallel.initialization import scaled_init_method_normal
+from megatron.core.tensor_parallel.layers import parallel_input
 from megatron.core.transformer.forward_context import ForwardContext
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
@@ -48,7 +51,7 @@ class MLP(MegatronModule):
     ) -> None:
         super().__init__(config)
         inner = ffn_hidden_size or config.ffn_hidden_size
-        tp_group = None if pg_collection is None else pg_collection.tp
+        self.tp_group = tp_group = None if pg_collection is None else pg_collection.tp
         output_init = scaled_init_method_normal(config.init_method_std, config.num_layers)
         self.linear_fc1 = build_module(
             submodules.linear_fc1, config.hidden_size, inner, config=config, num_stacked=2, tp_group=tp_group
@@ -59,6 +62,7 @@ class MLP(MegatronModule):
 
     def forward(self, hidden_states: Tensor, context: ForwardContext | None = None) -> Tensor:
         """``[T, hidden]`` -> ``[T, hidden]``; rows do not see each other, so ``context`` is not needed."""
+        hidden_states = parallel_input(hidden_states, self.config, self.tp_group)
         return self.linear_fc2(swiglu(self.linear_fc1(hidden_states)))
 
 

@@ -2,6 +2,8 @@
 
 The order of roundings is transformers': normalize in FP32, cast to the input's type, then multiply by the weight. (One
 fused call would multiply before the cast, and BF16 results would differ in the last bit.) FP64 inputs stay FP64.
+
+With sequence parallelism each tensor-parallel rank norms its own rows, so the weights' gradients are summed over ranks.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.core.tensor_parallel.shards import sum_gradient_over_tp
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -27,6 +30,8 @@ class RMSNorm(nn.Module):
         self.eps = config.layernorm_epsilon if eps is None else eps
         self.zero_centered = config.layernorm_zero_centered_gamma
         self.weight = nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
+        if config.sequence_parallel:
+            sum_gradient_over_tp(self.weight)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

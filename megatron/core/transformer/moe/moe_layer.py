@@ -2,10 +2,15 @@
 
 Padding rows (those in no segment of the layout) are taken out first, with ids that come from host integers: they are
 routed nowhere, counted nowhere, and their output is zero. So no later step masks anything.
+
+Tensor-parallel ranks route different rows: with sequence parallelism the rows that they hold, else an equal share of
+the rows that all of them hold, gathered again behind the experts. So no expert sees a row twice, and the router's
+gradients are partial on each rank. Shared experts are an ordinary tensor-parallel MLP over all rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +18,9 @@ import torch
 from torch import Tensor
 
 from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import gather_rows, group_size, own_rows, slice_rows
+from megatron.core.tensor_parallel.shards import sum_gradient_over_tp
+from megatron.core.transformer.experimental_attention_variant.dsa.layout import Layout
 from megatron.core.transformer.experimental_attention_variant.dsa.loss import attach_loss
 from megatron.core.transformer.forward_context import ForwardContext
 from megatron.core.transformer.module import MegatronModule
@@ -39,6 +47,9 @@ class MoELayer(MegatronModule):
         submodules: specs of router and experts.
         layer_number: 1-based; side losses and loads are kept under it.
         pg_collection: process groups; None in one process.
+
+    Raises:
+        ValueError: a balance loss where a document's rows are spread over ranks.
     """
 
     def __init__(
@@ -50,8 +61,17 @@ class MoELayer(MegatronModule):
     ) -> None:
         super().__init__(config)
         self.layer_number = layer_number
+        groups = pg_collection or ProcessGroupCollection()
+        self.tp_group = groups.tp
+        if self._has_balance_loss and group_size(groups.tp) * group_size(groups.cp) > 1:
+            raise ValueError(
+                "moe_router_load_balancing_type='seq_aux_loss' needs whole documents on a rank, but tensor or context "
+                "parallelism spreads their rows: use 'none' with moe_router_enable_expert_bias, or set both sizes to 1."
+            )
         self.router = build_module(submodules.router, config=config)
-        self.experts = build_module(submodules.experts, config=config)
+        if group_size(self.tp_group) > 1:
+            sum_gradient_over_tp(self.router.weight)
+        self.experts = build_module(submodules.experts, config=config, pg_collection=pg_collection)
         self.shared_experts = None
         if config.moe_shared_expert_intermediate_size:
             self.shared_experts = build_module(
@@ -63,14 +83,29 @@ class MoELayer(MegatronModule):
 
     def forward(self, hidden_states: Tensor, context: ForwardContext) -> Tensor:
         """``[T, hidden]`` -> ``[T, hidden]``; zero on padding rows."""
-        layout = context.layout
-        if layout.num_valid_rows == layout.num_rows:
-            return self._forward_valid(hidden_states, context)
-        rows = valid_row_ids(layout, hidden_states.device)
-        output = self._forward_valid(hidden_states[rows], context)
-        return torch.zeros_like(hidden_states).index_copy(0, rows, output)
+        if group_size(self.tp_group) > 1:
+            return self._forward_own_rows(hidden_states, context)
 
-    def _forward_valid(self, hidden_states: Tensor, context: ForwardContext) -> Tensor:
+        def layer(valid: Tensor) -> Tensor:
+            output = self._routed(valid, context)
+            return output if self.shared_experts is None else output + self.shared_experts(valid)
+
+        return _on_valid_rows(layer, hidden_states, context.layout)
+
+    def _forward_own_rows(self, hidden_states: Tensor, context: ForwardContext) -> Tensor:
+        own_layout = context.layout.slice_rows(*own_rows(context.layout.num_rows, self.tp_group))
+        sequence_parallel = self.config.sequence_parallel
+        own = hidden_states if sequence_parallel else slice_rows(hidden_states, self.tp_group)
+        output = _on_valid_rows(lambda valid: self._routed(valid, context), own, own_layout)
+        if not sequence_parallel:
+            output = gather_rows(output, self.tp_group, grad="slice")
+        if self.shared_experts is None:
+            return output
+        # All ranks run equally many rows; padding is zero, and so is what the shared experts make of it.
+        layout = own_layout if sequence_parallel else context.layout
+        return output + self.shared_experts(_on_valid_rows(lambda valid: valid, hidden_states, layout))
+
+    def _routed(self, hidden_states: Tensor, context: ForwardContext) -> Tensor:
         routing = self.router(hidden_states)
         trains = self.training and torch.is_grad_enabled()
         if trains:
@@ -78,13 +113,24 @@ class MoELayer(MegatronModule):
         output, load_E = self.experts(hidden_states, routing)
         if trains:
             context.losses.expert_loads[self.layer_number] = load_E
-        return output if self.shared_experts is None else output + self.shared_experts(hidden_states)
+        return output
+
+    @property
+    def _has_balance_loss(self) -> bool:
+        return self.config.moe_router_load_balancing_type == "seq_aux_loss" and self.config.moe_aux_loss_coeff != 0
 
     def _attach_balance_loss(self, routing: Routing, context: ForwardContext) -> Routing:
-        coeff = self.config.moe_aux_loss_coeff
-        if self.config.moe_router_load_balancing_type != "seq_aux_loss" or coeff == 0:
+        if not self._has_balance_loss:
             return routing
         loss_sum = sequence_balance_loss(routing.scores_TE, self.config.moe_router_topk, context.layout)
         context.losses.balance_sums[self.layer_number] = loss_sum.detach()
-        scaled = coeff * context.losses.scale(context.layout.num_valid_rows) * loss_sum
+        scaled = self.config.moe_aux_loss_coeff * context.losses.scale(context.layout.num_valid_rows) * loss_sum
         return routing._replace(weights_TK=attach_loss(routing.weights_TK, scaled))
+
+
+def _on_valid_rows(function: Callable[[Tensor], Tensor], x: Tensor, layout: Layout) -> Tensor:
+    """``function`` of the rows that are no padding, and zeros between them."""
+    if layout.num_valid_rows == layout.num_rows:
+        return function(x)
+    rows = valid_row_ids(layout, x.device)
+    return torch.zeros_like(x).index_copy(0, rows, function(x[rows]))

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, all_reduce
 
 from megatron.core.tensor_parallel.initialization import init_method_normal
+from megatron.core.tensor_parallel.shards import draw
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -64,7 +65,7 @@ class TopKRouter(MegatronModule):
     def reset_parameters(self) -> None:
         """Draw the weight, zero the bias and the counts."""
         with torch.no_grad():
-            init_method_normal(self.config.init_method_std)(self.weight)
+            draw(self.weight, init_method_normal(self.config.init_method_std), self.weight.dtype)
             self.local_tokens_per_expert.zero_()
             if self.expert_bias is not None:
                 self.expert_bias.zero_()
