@@ -7,12 +7,16 @@ and is ``b`` documents of the layout, a packed row (``[1, T]`` with ``packed_seq
 The vocabulary is padded to a multiple of ``make_vocab_size_divisible_by``, whatever the parallelism. Padded entries are
 never tokens: they are cut from logits and take no part in the loss, so their rows get no gradient.
 
-Left out: pipeline stages (``pre_process``, ``post_process``) and tensor, context and expert parallelism, each refused
-in one sentence.
+Over context-parallel ranks each takes its zigzag rows of tokens and labels (``training/data/shard.py`` cuts them), over
+tensor-parallel ranks all take the same; with sequence parallelism rows are shared out from behind the embedding up to
+the output layer. Losses come back for this rank's tokens, on every tensor-parallel rank.
+
+Left out: pipeline stages (``pre_process``, ``post_process``), refused in one sentence.
 """
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -21,7 +25,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.tensor_parallel.cross_entropy import chunked_cross_entropy, rows_in_budget
 from megatron.core.tensor_parallel.initialization import initialize_weights
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, parallel_input
+from megatron.core.tensor_parallel.mappings import gather_rows, group_rank, group_size, slice_rows
+from megatron.core.tensor_parallel.shards import local_part
 from megatron.core.transformer.experimental_attention_variant.dsa.loss import LossTracker
 from megatron.core.transformer.forward_context import ForwardContext
 from megatron.core.transformer.module import MegatronModule
@@ -59,15 +65,17 @@ class GPTModel(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(config)
-        _check_one_process(config, pre_process, post_process)
+        self.groups = pg_collection or ProcessGroupCollection()
+        _check_groups(config, self.groups, pre_process, post_process)
         self.vocab_size = config.vocab_size or vocab_size
         self.max_sequence_length = max_sequence_length
         self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
         self.embedding = LanguageModelEmbedding(config, vocab_size, pg_collection)
         self.decoder = TransformerBlock(config, transformer_layer_spec, pg_collection)
         if not share_embeddings_and_output_weights:
-            tp_group = None if pg_collection is None else pg_collection.tp
-            self.output_layer = ColumnParallelLinear(config.hidden_size, vocab_size, config=config, tp_group=tp_group)
+            self.output_layer = ColumnParallelLinear(
+                config.hidden_size, vocab_size, config=config, tp_group=self.groups.tp
+            )
         initialize_weights(self)
 
     def forward(  # noqa: PLR0913
@@ -85,12 +93,12 @@ class GPTModel(MegatronModule):
         """Logits, or the loss of each token.
 
         Args:
-            input_ids: int64 ``[b, s]``; ``[1, T]`` with ``packed_seq_params``.
+            input_ids: int64 ``[b, s]``; ``[1, T]`` with ``packed_seq_params``; own rows of it with context parallelism.
             position_ids, attention_mask: must be None; both follow from the documents.
             decoder_input: ``[b, s, hidden]``, used in place of the embedded tokens.
             labels: int64 ``[b, s]``, the next token; -100 gives a loss of 0.
             loss_mask: ``[b, s]``, multiplies the loss.
-            packed_seq_params: documents of a packed row, and its padding.
+            packed_seq_params: documents of the whole packed row, and its padding.
             losses: side losses of this microbatch: their scale, and what they came to.
 
         Returns:
@@ -100,34 +108,54 @@ class GPTModel(MegatronModule):
         tokens = input_ids if decoder_input is None else decoder_input
         assert tokens is not None
         batch, length = tokens.shape[:2]
-        context = ForwardContext.build(batch, length, packed_seq_params, tokens.device, losses)
-        hidden = self.embedding(tokens) if decoder_input is None else tokens.flatten(0, 1)
-        hidden = self.decoder(hidden, context)
+        tp_group = self.groups.tp
+        context = ForwardContext.build(batch, length, packed_seq_params, tokens.device, losses, cp_group=self.groups.cp)
+        hidden = self.embedding(tokens) if decoder_input is None else self._own_rows(tokens.flatten(0, 1))
+        hidden = parallel_input(self.decoder(hidden, context), self.config, tp_group)
         if labels is None:
-            return self.logits(hidden).unflatten(0, (batch, length))
-        loss = chunked_cross_entropy(hidden, labels.flatten(), self.logits, rows_in_budget(self.vocab_size))
+            columns = gather_rows(self.logits(hidden).T, tp_group, grad="slice").T
+            return columns[:, : self.vocab_size].unflatten(0, (batch, length))
+        rows = rows_in_budget(-(-self.vocab_size // group_size(tp_group)))
+        loss = chunked_cross_entropy(hidden, labels.flatten(), self.logits, rows, tp_group)
         loss = loss.unflatten(0, (batch, length))
         return loss if loss_mask is None else loss * loss_mask
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """``[T, hidden]``, after the final norm -> ``[T, vocab]``, without the vocabulary's padding."""
+        """``[T, hidden]``, after the final norm -> ``[T, vocab]``, without the vocabulary's padding.
+
+        Of a shared-out vocabulary these are own columns, equally many on each rank, and padding is -inf.
+        """
         if self.share_embeddings_and_output_weights:
-            logits = F.linear(hidden, self.embedding.word_embeddings.weight)
+            logits = F.linear(hidden, local_part(self.embedding.word_embeddings.weight))
         else:
             logits = self.output_layer(hidden)
-        return logits[:, : self.vocab_size]
+        if group_size(self.groups.tp) == 1:
+            return logits[:, : self.vocab_size]
+        columns = logits.shape[1]
+        first = group_rank(self.groups.tp) * columns
+        return logits.masked_fill(
+            torch.arange(first, first + columns, device=logits.device) >= self.vocab_size, -torch.inf
+        )
+
+    def _own_rows(self, hidden: Tensor) -> Tensor:
+        return slice_rows(hidden, self.groups.tp) if self.config.sequence_parallel else hidden
 
 
-def _check_one_process(config: TransformerConfig, pre_process: bool, post_process: bool) -> None:
+def _check_groups(
+    config: TransformerConfig, groups: ProcessGroupCollection, pre_process: bool, post_process: bool
+) -> None:
     if not (pre_process and post_process):
         raise ValueError(
             f"pre_process={pre_process} and post_process={post_process} ask for a pipeline stage, but models are whole "
             "here: leave both True."
         )
-    for name in ("tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size"):
-        if getattr(config, name) > 1:
+    sizes = {"tensor_model_parallel": groups.tp, "context_parallel": groups.cp, "expert_model_parallel": groups.ep}
+    for name, group in sizes.items():
+        asked = getattr(config, f"{name}_size")
+        if asked != group_size(group):
             raise ValueError(
-                f"{name}={getattr(config, name)} was given, but the model runs in one process: set it to 1."
+                f"{name}_size={asked} was given, but the model's process group for it has {group_size(group)} ranks: "
+                f"pass pg_collection with a group of {asked}, or set it to {group_size(group)}."
             )
 
 

@@ -27,5 +27,5 @@ class LanguageModelEmbedding(MegatronModule):
         self.word_embeddings = VocabParallelEmbedding(vocab_size, config.hidden_size, config=config, tp_group=tp_group)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """``[b, s]`` tokens -> ``[b * s, hidden]``, batch-major."""
+        """``[b, s]`` tokens -> ``[b * s, hidden]``, batch-major; own rows of it with sequence parallelism."""
         return self.word_embeddings(input_ids.flatten())
