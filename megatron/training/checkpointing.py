@@ -199,6 +199,15 @@ def _latest_step(root: Path) -> int | None:
     return int(text)
 
 
+def saved_options(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The options of the run that saved ``checkpoint``; empty where they cannot be read."""
+    try:
+        options = json.loads((checkpoint.path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return options if isinstance(options, dict) else {}
+
+
 def load_checkpoint(
     checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, config: CheckpointConfig
 ) -> list[str]:

@@ -16,7 +16,8 @@ import torch
 
 from megatron.training.arguments import PROGRAM, PretrainConfig, parse_args
 from megatron.training.config import DistributedConfig
-from megatron.training.trainer import Trainer, prepare
+from megatron.training.prepare import prepare
+from megatron.training.trainer import Trainer
 from megatron.training.validate import complete, device_of
 
 

@@ -1,8 +1,8 @@
 """The run: from a complete configuration to a trained, evaluated and reported model.
 
-``prepare`` reads everything that can be wrong (data files, model options, the checkpoint) and creates nothing on
-disk; ``Trainer.run`` then steps, evaluates, saves and reports. The order after each step is: evaluate, log, save,
-stop. So the metrics of every saved step are on disk before its checkpoint counts.
+``prepare.py`` has found everything that can be wrong with the input, and created nothing. ``Trainer.run`` steps,
+evaluates, saves and reports. The order after each step is: evaluate, log, save, stop. So the metrics of every saved
+step are on disk before its checkpoint counts.
 
 Every evaluation sees the same first samples of its set, whatever was consumed before, so its figures are comparable
 and a resume does not move them. Evaluation draws no random numbers.
@@ -11,128 +11,25 @@ and a resume does not move them. Evaluation draws no random numbers.
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from megatron.core.models.gpt.gpt_builder import build_gpt_model
-from megatron.core.models.hf import load_hf_weights, portability_notes
-from megatron.training.arguments import PretrainConfig
-from megatron.training.checkpointing import (
-    Checkpoint,
-    Progress,
-    find_checkpoint,
-    load_checkpoint,
-    save_checkpoint,
-)
-from megatron.training.compute_params import ComputeParams, as_fp32, fp32_islands
+from megatron.training.checkpointing import Checkpoint, save_checkpoint
 from megatron.training.console import Console
 from megatron.training.data.batch import Batch
-from megatron.training.data.build import Datasets, SampleDataset, build_datasets
+from megatron.training.data.build import SampleDataset
 from megatron.training.data.sampler import batches
 from megatron.training.dsa_health import MassProbe
 from megatron.training.flops import peak_flops, training_flops
 from megatron.training.metrics import METRICS_FILE, MetricsWriter, read_metrics
-from megatron.training.optimizer import build_optimizer
+from megatron.training.prepare import Prepared, config_record
 from megatron.training.report import CURVE_FILE, SUMMARY_FILE, describe, plot_curves, write_summary
 from megatron.training.scheduler import learning_rate
 from megatron.training.signals import StopRequest, stop_requests
-from megatron.training.step import Engine, NonFiniteError, RunStopped, StepResult, evaluate, train_step, workload
-from megatron.training.tokenizer import Tokenizer
-from megatron.training.validate import require_memory
-
-
-@dataclass
-class Prepared:
-    """A run that can start: nothing is on disk yet, and nothing more can be wrong with its input."""
-
-    config: PretrainConfig
-    engine: Engine
-    datasets: Datasets
-    progress: Progress
-    checkpoint: Checkpoint | None
-    notices: list[str]
-
-
-def prepare(config: PretrainConfig, tokenizer: Tokenizer, device: torch.device) -> Prepared:
-    """Open the data, build the model and load the checkpoint.
-
-    Raises:
-        ValueError: one sentence about what is wrong.
-    """
-    datasets = build_datasets(config.data, _dataset_sizes(config), tokenizer)
-    if datasets[0] is None and not config.training.skip_train:
-        raise ValueError("The training set is empty: give it a share of --split, or name --train-data-path.")
-    require_memory(config.model, device)
-    torch.manual_seed(config.data.seed)
-    if config.model.deterministic_mode:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # PyTorch refuses to multiply on a GPU without it
-        torch.use_deterministic_algorithms(True)
-    model = as_fp32(build_gpt_model(config.model, device=device))
-    engine = Engine(
-        model,
-        ComputeParams(model, config.model.params_dtype, fp32_islands(config.model)),
-        build_optimizer(model, config.optimizer),
-        device,
-        config.optimizer,
-        config.model.calculate_per_token_loss,
-        config.training.check_for_nan_in_loss_and_grad,
-    )
-    checkpoint, progress, notices = _load(config, engine)
-    return Prepared(config, engine, datasets, progress, checkpoint, notices)
-
-
-def config_record(config: PretrainConfig) -> dict[str, Any]:
-    """All options as JSON can hold them."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {key: plain(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [plain(item) for item in value]
-        return value if isinstance(value, int | float | str | bool | None) else str(value)
-
-    record = plain(dataclasses.asdict(config))
-    assert isinstance(record, dict)
-    return record
-
-
-def _dataset_sizes(config: PretrainConfig) -> tuple[int, int, int]:
-    training = config.training
-    assert training.train_iters is not None and training.global_batch_size is not None
-    evaluation = config.validation.eval_iters * training.global_batch_size
-    return training.train_iters * training.global_batch_size, evaluation, evaluation
-
-
-def _load(config: PretrainConfig, engine: Engine) -> tuple[Checkpoint | None, Progress, list[str]]:
-    options = config.checkpoint
-    checkpoint = None if options.load is None else find_checkpoint(options)
-    if checkpoint is None:
-        return None, Progress(), _initial_weights(config, engine)
-    fresh = load_checkpoint(checkpoint, engine.model, engine.optimizer, options)
-    if options.finetune:
-        return checkpoint, Progress(), [f"Weights come from {checkpoint.path}; everything else starts afresh."]
-    progress = dataclasses.replace(checkpoint.progress)
-    notices = [f"Resumed from {checkpoint.path} after step {progress.step}."]
-    if fresh:
-        notices.append(f"Optimizer state starts fresh for {len(fresh)} parameters that had none ({fresh[0]}, ...).")
-    return checkpoint, progress, notices
-
-
-def _initial_weights(config: PretrainConfig, engine: Engine) -> list[str]:
-    """Fill a model that no checkpoint fills, and say with what."""
-    options = config.checkpoint
-    empty = [] if options.load is None else [f"{options.load} holds no checkpoint yet: training starts from scratch."]
-    if options.load_hf is None:
-        return empty
-    load_hf_weights(engine.model, options.load_hf, skip_mtp=options.skip_mtp, progress=True)
-    return [f"Weights come from {options.load_hf}.", *portability_notes(config.model)]
+from megatron.training.step import NonFiniteError, RunStopped, StepResult, evaluate, train_step, workload
 
 
 class Trainer:
