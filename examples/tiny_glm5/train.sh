@@ -4,13 +4,14 @@
 #
 #   bash examples/tiny_glm5/train.sh [flags of pretrain_gpt, which win over those below]
 #
-# Everything lands in runs/: the data in runs/data (made once), the runs in a new directory of their own.
+# Everything lands in runs/ (RUNS_DIR): the data in runs/data (made once), the runs in a new directory of their own.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
 python=${PYTHON:-python}
-data=runs/data/stdlib
-out=runs/tiny_glm5-$(date +%Y%m%d-%H%M%S)
+runs=${RUNS_DIR:-runs}
+data=$runs/data/stdlib
+out=$runs/tiny_glm5-$(date +%Y%m%d-%H%M%S)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 if [ ! -e "${data}_valid_text_document.idx" ]; then

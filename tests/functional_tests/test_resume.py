@@ -108,6 +108,16 @@ def test_the_indexer_joins_and_leaves_the_optimizer_at_a_resume(
     assert torch.equal(frozen_again[f"model.{indexer}"], trained[f"model.{indexer}"])
 
 
+def test_a_resume_says_which_options_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--train-iters", "6", "--save", tmp_path, "--load", tmp_path]
+    assert train(*flags, "--exit-interval", "2") == 0
+    assert train(*flags, "--exit-interval", "4") == 0
+    assert "Options differ" not in capsys.readouterr().err
+    assert train(*flags, "--lr", "0.02", "--dsa-indexer-loss-coeff", "2", "--seed", "7") == 0
+    expected = "dsa_indexer_loss_coeff 1.0 -> 2.0, seed 1234 -> 7, lr 0.01 -> 0.02."
+    assert f"Options differ from those of the checkpoint: {expected}" in capsys.readouterr().err
+
+
 def test_evaluation_does_not_move_training(tmp_path: Path) -> None:
     assert train("--train-iters", "5", "--eval-interval", "1", "--log-dir", tmp_path / "often") == 0
     assert train("--train-iters", "5", "--eval-iters", "0", "--log-dir", tmp_path / "never") == 0

@@ -1,5 +1,6 @@
 """A whole run learns, measures itself, and leaves its files where it says."""
 
+import errno
 import json
 import math
 import re
@@ -8,9 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.training import trainer
+from megatron.training.data.indexed import IndexedDatasetBuilder
 from megatron.training.step import StepResult, train_step
 from tests.functional_tests.runs import DATA, INDEXER_LOSS, MODEL, TRAINING, figures, train
 
@@ -110,6 +113,46 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights_change(
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
     assert len(figures(tmp_path)) == 3
     assert torch.equal(seen[3], seen[4])
+
+
+def test_a_full_disk_stops_the_run_and_names_the_last_good_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, saves = dcp.FileSystemWriter.write_data, []
+
+    def full(self, plan, planner):
+        saves.append(plan)
+        if len(saves) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return original(self, plan, planner)
+
+    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", full)
+    assert train("--train-iters", "6", "--save-interval", "2", "--save", tmp_path) == 1
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message.startswith("The checkpoint of step 4 cannot be saved ([Errno 28] No space left on device): training")
+    assert f"the last good checkpoint is {tmp_path / 'iter_0000002'} (step 2)" in message
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
+
+
+def test_data_that_do_not_fit_the_tokenizer_stop_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with IndexedDatasetBuilder(tmp_path / "text") as builder:
+        builder.add_document([*range(250)] * 4 + [300])
+    files = [*MODEL, *INDEXER_LOSS, *TRAINING, "--train-data-path", str(tmp_path / "text"), "--seq-length", "24"]
+    assert train("--micro-batch-size", "4", "--train-iters", "20", "--eval-iters", "0", base=files) == 1
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert re.match(
+        r"The data of step \d+ cannot be read \(.* holds the token 300, .*\): training stops; there is no", message
+    )
+
+
+def test_a_run_without_validation_data_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with IndexedDatasetBuilder(tmp_path / "text") as builder:
+        builder.add_document(range(200))
+    files = [*MODEL, *INDEXER_LOSS, *TRAINING, "--train-data-path", str(tmp_path / "text"), "--seq-length", "24"]
+    assert train("--micro-batch-size", "2", "--train-iters", "2", "--eval-interval", "1", base=files) == 0
+    output = capsys.readouterr().err
+    assert "There is no validation set, so nothing is evaluated while training." in output
+    assert "Held-out" not in output
 
 
 def test_without_a_directory_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
