@@ -67,8 +67,10 @@ MANIFEST: dict[str, Dispatch] = {
         ("dense_indexer_backward_wrapper",), "88c02755828e", f"{REPLAY}::test_indexer_backward_spread", exact=False
     ),
     # ---- Triton kernels and their launches ----
-    f"{TRITON}/quantize.py:quantize_e4m3": Dispatch(("_kernel[grid]",), "9959ceb7a436", f"{REPLAY}::test_quantization"),
-    f"{TRITON}/quantize.py:_quantize_kernel": Dispatch(("triton.jit",), "d41e5e77a0a9", f"{REPLAY}::test_quantization"),
+    f"{TRITON}/quantize.py:quantize_e4m3": Dispatch(
+        ("_quantize_kernel[grid]",), "6961a0ce4daf", f"{REPLAY}::test_quantization"
+    ),
+    f"{TRITON}/quantize.py:_quantize_kernel": Dispatch(("triton.jit",), "6743fc7b76ec", f"{REPLAY}::test_quantization"),
     f"{TRITON}/triton_lse.py:visible_lse": Dispatch(
         ("_lse_kernel[grid]",), "f82491d1b06e", f"{REPLAY}::test_teacher_and_loss"
     ),
@@ -98,9 +100,9 @@ MANIFEST: dict[str, Dispatch] = {
     "dsa/reference.py:selected_mask": Dispatch(("scatter_",), "c64a6ac91358", TRAINING),
     "dsa/reference.py:_pick": Dispatch(("gather",), "58f232b58e1f", TRAINING),
     "megatron/core/tensor_parallel/layers.py:VocabParallelEmbedding.forward": Dispatch(
-        ("embedding",), "9c6f4b7dbc71", TRAINING
+        ("embedding",), "b0d17ba58555", TRAINING
     ),
-    f"{MOE}/experts.py:GroupedMLP.forward": Dispatch(("cumsum", "scatter_"), "fa956563a4cc", TRAINING),
+    f"{MOE}/experts.py:GroupedMLP.forward": Dispatch(("cumsum", "scatter_"), "1ca232993e9c", TRAINING),
     f"{MOE}/load_balancing.py:sequence_balance_loss": Dispatch(("index_add", "scatter_"), "a236db1b49bb", TRAINING),
     f"{MOE}/load_balancing.py:_documents": Dispatch(("cumsum", "index_add_"), "33ff7fd53233", TRAINING),
     f"{MOE}/moe_layer.py:MoELayer.forward": Dispatch(("index_copy",), "e5ac1a6068ac", TRAINING),

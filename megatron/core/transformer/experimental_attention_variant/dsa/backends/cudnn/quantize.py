@@ -37,7 +37,7 @@ def quantize_e4m3(x: Tensor, scale_format: str = "ue8m0", checked: bool = False)
     codes = torch.empty(vectors.shape, dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(count, dtype=torch.float32, device=x.device)
     if count:
-        _kernel[(triton.cdiv(count, VECTORS),)](
+        _quantize_kernel[(triton.cdiv(count, VECTORS),)](
             vectors, codes, scale, count, WIDTH=width, ROWS=VECTORS, UE8M0=scale_format == "ue8m0", num_warps=WARPS
         )
     if checked:
@@ -45,6 +45,7 @@ def quantize_e4m3(x: Tensor, scale_format: str = "ue8m0", checked: bool = False)
     return Quantized(codes.view(x.shape), scale.view(x.shape[:-1]))
 
 
+@triton.jit  # type: ignore[untyped-decorator]
 def _quantize_kernel(  # type: ignore[no-untyped-def]
     x, codes, scales, count, WIDTH: tl.constexpr, ROWS: tl.constexpr, UE8M0: tl.constexpr
 ):
@@ -67,6 +68,3 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
     factor = tl.where(finite, factor, float("nan"))
     tl.store(codes + places, (values * factor[:, None]).to(tl.float8e4nv), mask=inside[:, None])
     tl.store(scales + rows, scale, mask=inside)
-
-
-_kernel = triton.jit(_quantize_kernel)
