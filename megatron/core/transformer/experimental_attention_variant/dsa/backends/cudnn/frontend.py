@@ -80,7 +80,7 @@ def score_segments(q_RID: Tensor, k_SD: Tensor, w_RI: Tensor, segments: Segments
 
 def top_k(scores_RS: Tensor, length_R: Tensor, k: int, with_scores: bool) -> tuple[Tensor, Tensor | None]:
     """Column ids ``[R, k]`` of the best ``min(k, length)`` leading columns, ascending, then -1; and their scores."""
-    result = _dsa().indexer_top_k_wrapper(scores_RS, _aligned(length_R), k, return_val=with_scores, deterministic=True)
+    result = _dsa().indexer_top_k_wrapper(scores_RS, aligned(length_R), k, return_val=with_scores, deterministic=True)
     return result["indices"], result["values"]
 
 
@@ -129,7 +129,7 @@ def sparse_backward(
             sink,
             indices_RK,
             softmax_scale=scale,
-            topk_length=_aligned(length_R),
+            topk_length=aligned(length_R),
         )
         dqs.append(grads["dq"][:, : q.shape[1]])
         dkvs.append(grads["dkv"])
@@ -155,7 +155,7 @@ def sparse_target(
             _pad_heads(lse, heads, torch.inf).unsqueeze(0),
             indices_RK.unsqueeze(0),
             scale,
-            topk_length=_aligned(length_R).unsqueeze(0),
+            topk_length=aligned(length_R).unsqueeze(0),
         )
         # The kernel normalizes each row. A softmax over exactly these keys has a mass of 1 a head.
         part = result["target"].squeeze(0).mul_(q.shape[1])
@@ -283,7 +283,8 @@ def _join_heads(parts: list[Tensor]) -> Tensor:
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
-def _aligned(x: Tensor) -> Tensor:
+def aligned(x: Tensor) -> Tensor:
+    """``x``, or a copy where a slice's strides or first address would be refused."""
     return x if x.is_contiguous() and x.data_ptr() % _ALIGN_BYTES == 0 else x.clone()
 
 

@@ -63,8 +63,9 @@ def sparse_loss(indexer: IndexerInputs, target: TeacherChunk, topk: TopK, scores
 
 
 def dense_loss(indexer: IndexerInputs, target: TeacherChunk, layout: Layout) -> Tensor:
-    """KL sum over all visible keys of the chunk's rows."""
-    loss: Tensor = _DenseLoss.apply(indexer.q_TID, indexer.k_SD, indexer.w_TI, (target, layout))  # type: ignore[no-untyped-call]
+    """KL sum over all visible keys of the chunk's rows. The kernels may overwrite the chunk's target."""
+    frozen = _Visible(target, layout, torch.is_grad_enabled())
+    loss: Tensor = _DenseLoss.apply(indexer.q_TID, indexer.k_SD, indexer.w_TI, frozen)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -73,6 +74,12 @@ class _Selected(NamedTuple):
     target_TK: Tensor
     indices_TK: Tensor
     length_T: Tensor
+
+
+class _Visible(NamedTuple):
+    target: TeacherChunk
+    layout: Layout
+    with_grads: bool
 
 
 class _SparseLoss(torch.autograd.Function):
@@ -111,16 +118,16 @@ class _SparseLoss(torch.autograd.Function):
 
 class _DenseLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q_TID: Tensor, k_SD: Tensor, w_TI: Tensor, frozen: tuple[TeacherChunk, Layout]) -> Tensor:
-        target, layout = frozen
+    def forward(ctx: Any, q_TID: Tensor, k_SD: Tensor, w_TI: Tensor, frozen: _Visible) -> Tensor:
+        target, layout, with_grads = frozen
         assert target.keys is not None
         operands = to_operands(IndexerInputs(q_TID, k_SD, w_TI))
-        grads = _zero_grads(operands, target.keys) if any(ctx.needs_input_grad) else None
+        grads = _zero_grads(operands, target.keys) if with_grads and any(ctx.needs_input_grad) else None
         loss = torch.zeros((), dtype=torch.float32, device=q_TID.device)
         for segment, call in zip(layout.segments, segment_calls(layout, q_TID.device), strict=True):
             rows = slice(segment.row_start, segment.row_stop)
             keys = slice(segment.key_start - target.keys[0], segment.key_stop - target.keys[0])
-            matrices = target.target_RN[rows, keys].contiguous(), score(operands, call)
+            matrices = frontend.aligned(target.target_RN[rows, keys]), score(operands, call)
             part = grads and frontend.IndexerGrads(grads.dq_RID[rows], grads.dw_RI[rows], grads.dk_SD[keys])
             loss += _dense_segment(operands, segment, matrices, part)
         if grads is not None:
