@@ -1,7 +1,7 @@
 """The case table of the backend suite, its inputs, and the comparison with the reference.
 
-A case is a layout x loss x attention heads x indexer heads x k x carrier of the indexer's operands. The table covers every
-pair of (layout, heads) and, by construction, every pair of the other columns' values (a test counts them).
+A case is a layout x loss x attention heads x indexer heads x k x carrier of the indexer's operands. The table covers
+every pair of (layout, heads) and, by construction, every pair of the other columns' values (a test counts them).
 """
 
 from __future__ import annotations

@@ -1,14 +1,16 @@
 """The third-party surface of the cudnn backend in plain PyTorch, as strict about its inputs as the kernels are.
 
-``install`` puts a ``cudnn`` and a ``flash_mla`` module (and stand-ins for the two Triton files) where the backend imports
-them, so that CPU runs go through every line of the wiring. Reproduced on purpose, each measured or read in the sources:
+``install`` puts a ``cudnn`` and a ``flash_mla`` module (and stand-ins for the two Triton files) where the backend
+imports them, so that CPU runs go through every line of the wiring. Reproduced on purpose, each measured or read in
+the sources:
 
 - what each wrapper refuses: dtypes, ranks, head counts and widths, 16-byte alignment, contiguity, int32 lengths;
-- scoring with 32 heads shows a few rows future keys (a tile holds 4 rows, and only its rightmost 64-key block is masked);
+- scoring with 32 heads shows a few rows future keys (a tile holds 4 rows, and only its rightmost 64-key block is
+  masked);
 - a row's top-k goes by its length, never by -inf; ids ascend, then -1, and values end in -inf;
 - FlashMLA gives an empty row output 0 and lse +inf;
 - both indexer backwards divide by the rows of the call and overwrite score matrices, and weight gradients are BF16;
-- the sparse target comes normalized.
+- the sparse target comes normalized, and refuses a single row.
 
 ``Emulator.calls`` counts launches, ``Emulator.compiled`` holds the keys by which the library caches compiled kernels.
 The same suite runs against the real kernels on a GPU, which is what proves this file.
@@ -66,7 +68,7 @@ class Emulator:
         self.calls[name] += 1
         self.compiled.add((name, *key))
 
-    def indexer_forward_wrapper(
+    def indexer_forward_wrapper(  # noqa: PLR0913
         self, q, k, w, ratio=4, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_causal_offsets
     ):
         check_tensor("q", q, BF16, 3)
@@ -118,7 +120,7 @@ class Emulator:
         best = values.gather(1, found.clamp(min=0).long()).masked_fill(found < 0, -torch.inf)
         return {"indices": found, "values": best if return_val else None}
 
-    def flash_mla_sparse_fwd(
+    def flash_mla_sparse_fwd(  # noqa: PLR0913
         self, q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk_length=None, use_legacy=False
     ):
         require(use_legacy, "the current kernels have no SM90")
@@ -139,7 +141,7 @@ class Emulator:
         lse = lse.masked_fill(empty[:, None], torch.inf)
         return out.to(BF16), logits.amax(-1), lse
 
-    def sparse_attention_backward_wrapper(
+    def sparse_attention_backward_wrapper(  # noqa: PLR0913
         self, q, kv, out, dout, lse, attn_sink, topk_idxs, softmax_scale=None, topk_length=None
     ):
         for name, x, dtype, ndim in (
@@ -172,6 +174,7 @@ class Emulator:
         check_tensor("topk_length", topk_length, INT32, 2)
         batch, rows, heads, _ = q.shape
         require(batch == 1 and heads in (16, 32, 48, 64, 96, 128), f"batch {batch} or heads {heads}")
+        require(rows > 1, "a single row's transposed lse has no unit stride")
         require(topk_indices.shape[2] % 128 == 0, "topk must be a multiple of 128")
         require(lse.shape == (1, rows, heads) and topk_length.shape == (1, rows), "lse or topk_length")
         self._note("sparse_target", heads, topk_indices.shape[2], softmax_scale)
@@ -193,7 +196,7 @@ class Emulator:
         out = (logits - lse[0].unsqueeze(-1)).exp().sum(1).masked_fill(~shown, -torch.inf)
         return {"out": out.unsqueeze(0), "denom": out.masked_fill(~shown, 0.0).sum(-1).unsqueeze(0)}
 
-    def indexer_backward_wrapper(
+    def indexer_backward_wrapper(  # noqa: PLR0913
         self, q, w, k, attn_score, index_score, topk_indices, grad_loss, loss_coeff=1.0, d_index_k=None
     ):
         self._check_indexer_backward(q, w, k, grad_loss, d_index_k)
@@ -216,7 +219,7 @@ class Emulator:
         attn_score.fill_(torch.nan)
         return {"d_index_q": dq.to(BF16).unsqueeze(0), "d_weights": dw.to(BF16).unsqueeze(0), "d_index_k": d_index_k}
 
-    def dense_indexer_backward_wrapper(
+    def dense_indexer_backward_wrapper(  # noqa: PLR0913
         self, q, w, k, attn_score, attn_l1norm, index_score, index_lse, grad_loss, loss_coeff=1.0, ratio=1,
         q_causal_offsets=None, d_index_k=None,
     ):  # fmt: skip
@@ -303,24 +306,18 @@ def kl_rows(target: Tensor, scores: Tensor, length: Tensor, floor: float) -> tup
     return (torch.xlogy(p, p) - p * log_predict).masked_fill(~inside, 0.0).sum(-1), lse, mass
 
 
-def backward_rows(target, scores, indices, stats, floor):
+def backward_rows(
+    target: Tensor, scores: Tensor, stats: tuple[Tensor, Tensor, Tensor], width: int, floor: float
+) -> tuple[Tensor, Tensor]:
     """What ``triton_rows.backward_rows`` computes."""
     length, lse, mass = (x[:, None] for x in stats)
-    rows, width = indices.shape
-    slots = torch.arange(target.shape[1], device=target.device)
+    tiny = torch.finfo(FP32).tiny
+    inside = torch.arange(target.shape[1], device=target.device) < length
     log_predict = scores - lse
-    predict = log_predict.exp().clamp(min=torch.finfo(FP32).tiny).where(log_predict >= floor, -torch.finfo(FP32).tiny)
-    rotated = []
-    for x, past in ((target / mass.clamp(min=torch.finfo(FP32).tiny), 0.0), (predict, 0.0), (indices, -1)):
-        full = torch.full((rows, width), past, dtype=x.dtype, device=x.device)
-        full[:, : x.shape[1]] = (
-            x.where(slots[: x.shape[1]] < length, past)
-            if x is not indices
-            else x.where(torch.arange(width, device=x.device) < length, past)
-        )
-        places = (torch.arange(width, device=x.device) + 128 * torch.arange(rows, device=x.device)[:, None]) % width
-        rotated.append(torch.empty_like(full).scatter_(1, places, full))
-    return tuple(rotated)
+    predict = log_predict.exp().clamp(min=tiny).where(log_predict >= floor, -tiny)
+    pad = (0, width - target.shape[1])
+    masked = ((target / mass.clamp(min=tiny)).masked_fill(~inside, 0.0), predict.masked_fill(~inside, 0.0))
+    return torch.nn.functional.pad(masked[0], pad), torch.nn.functional.pad(masked[1], pad)
 
 
 def visible_lse(q: Tensor, kv: Tensor, scale: float, causal_offset: int) -> Tensor:

@@ -1,8 +1,9 @@
-"""Every registered backend against the FP64 reference, over one table: outputs, lse, selected sets, loss, five gradients.
+"""Every registered backend against the FP64 reference, over one table: outputs, lse, sets, loss, five gradients.
 
-The reference gets the numbers that the kernels see (BF16 operands), so tolerances are those of the kernels' own rounding;
-they are named below, with what a real H200 measures. Unselected keys hold NaN in the attention, scores past a row's length
-hold NaN, and the reference attends to the backend's own selection, so that near-ties of FP32 and FP64 scores do not show.
+The reference gets the numbers that the kernels see (BF16 operands), so tolerances are those of the kernels' own
+rounding; they are named below, with what a real H200 measures. Unselected keys hold NaN in the attention, scores past
+a row's length hold NaN, and the reference attends to the backend's own selection, so that near-ties of FP32 and FP64
+scores do not show.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from . import cases
 from .cases import Case, Inputs
 from .conftest import Stage
 
-# Relative errors in norm. BF16 results round to 2^-9 at most (about 1.2e-3 in norm); probabilities and logit gradients are
-# rounded to BF16 inside the kernels as well.
+# Relative errors in norm. BF16 results round to 2^-9 at most (about 1.2e-3 in norm); probabilities and logit gradients
+# are rounded to BF16 inside the kernels as well.
 OUT_TOLERANCE = 4e-3
 ATTENTION_GRAD_TOLERANCE = 6e-3
 # At logits of +-80 nearly all mass sits on one key, and a gradient is the small difference of two BF16-rounded terms.

@@ -1,0 +1,120 @@
+"""What the cudnn backend refuses, in which words, and that asking needs no GPU package."""
+
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError
+
+import pytest
+import torch
+
+from megatron.core.transformer.experimental_attention_variant.dsa.backends import resolve
+from megatron.core.transformer.experimental_attention_variant.dsa.backends.cudnn import capability
+from megatron.core.transformer.experimental_attention_variant.dsa.config import DSAConfig
+
+from ..cases import make_config
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that has everything."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(capability, "version", lambda package: "1.32.0")
+    monkeypatch.setattr(capability, "find_spec", lambda name: object())
+
+
+def reason(config: DSAConfig | None = None, device: torch.device = CUDA) -> str | None:
+    return resolve("cudnn").unsupported(config or make_config(), device)
+
+
+def test_a_hopper_with_the_packages_is_supported(hopper: None) -> None:
+    assert reason() is None
+
+
+SHAPES = [
+    ({"head_dim": 64}, "dsa_indexer_head_dim=64", "128"),
+    ({"n_heads": 65}, "dsa_indexer_n_heads=65", "at most 64"),
+    ({"topk": 2049}, "dsa_indexer_topk=2049", "at most 2048"),
+    ({"kv_lora_rank": 256}, "kv_lora_rank=256", "512"),
+    ({"qk_pos_emb_head_dim": 32}, "qk_pos_emb_head_dim=32", "0 or 64"),
+    ({"scoring_relu": False}, "dsa_indexer_scoring_relu=False", "True"),
+]
+
+
+@pytest.mark.parametrize(("changes", "option", "limit"), SHAPES, ids=lambda value: str(value))
+def test_a_shape_that_no_kernel_takes(hopper: None, changes: dict, option: str, limit: str) -> None:
+    text = reason(make_config(**changes))
+    assert text is not None and option in text and limit in text and "dsa_kernel_backend='none'" in text
+
+
+@pytest.mark.parametrize("heads", [1, 8, 16, 24, 32, 48, 64])
+def test_every_smaller_number_of_indexer_heads_is_padded_not_refused(hopper: None, heads: int) -> None:
+    assert reason(make_config(n_heads=heads)) is None
+
+
+def test_a_cpu_is_refused(hopper: None) -> None:
+    text = reason(device=torch.device("cpu"))
+    assert text is not None and "cpu" in text and "SM 9.0" in text
+
+
+@pytest.mark.parametrize(("major", "minor", "word"), [(8, 0, "SM 8.0"), (10, 0, "Blackwell"), (12, 0, "Blackwell")])
+def test_other_architectures_are_refused_by_name(
+    hopper: None, monkeypatch: pytest.MonkeyPatch, major: int, minor: int, word: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (major, minor))
+    text = reason()
+    assert text is not None and word in text and f"SM {major}.{minor}" in text
+
+
+@pytest.mark.parametrize("installed", ["1.31.0", "0.9", "1.9.9"])
+def test_an_old_frontend_is_refused_with_the_command(
+    hopper: None, monkeypatch: pytest.MonkeyPatch, installed: str
+) -> None:
+    monkeypatch.setattr(capability, "version", lambda package: installed)
+    text = reason()
+    assert text is not None and installed in text and "pip install 'nvidia-cudnn-frontend[cutedsl]>=1.32'" in text
+
+
+@pytest.mark.parametrize("installed", ["1.32", "1.32.0rc1", "1.40.2", "2.0"])
+def test_a_newer_frontend_is_taken(hopper: None, monkeypatch: pytest.MonkeyPatch, installed: str) -> None:
+    monkeypatch.setattr(capability, "version", lambda package: installed)
+    assert reason() is None
+
+
+def test_a_missing_frontend_is_refused_with_the_command(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(package: str) -> str:
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr(capability, "version", missing)
+    text = reason()
+    assert text is not None and "pip install 'nvidia-cudnn-frontend[cutedsl]>=1.32'" in text
+
+
+@pytest.mark.parametrize(
+    ("missing", "command"), [("flash_mla", "pip install 'sgl-flash-mla>=1.0'"), ("triton", "pip install triton")]
+)
+def test_a_missing_package_is_refused_with_the_command(
+    hopper: None, monkeypatch: pytest.MonkeyPatch, missing: str, command: str
+) -> None:
+    monkeypatch.setattr(capability, "find_spec", lambda name: None if name == missing else object())
+    text = reason(make_config(loss_coeff=0.1))
+    assert text is not None and command in text
+
+
+def test_without_the_loss_triton_is_not_needed(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capability, "find_spec", lambda name: None if name == "triton" else object())
+    assert reason() is None
+
+
+def test_asking_imports_no_gpu_package() -> None:
+    program = (
+        "import sys, torch\n"
+        "from megatron.core.transformer.experimental_attention_variant.dsa.backends import resolve\n"
+        "from tests.unit_tests.core.transformer.experimental_attention_variant.dsa.backends.cases import make_config\n"
+        "assert resolve('cudnn').unsupported(make_config(), torch.device('cpu'))\n"
+        "bad = {'cudnn', 'cutlass', 'flash_mla', 'triton'} & set(sys.modules)\n"
+        "assert not bad, bad\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
