@@ -18,6 +18,7 @@ from .dispatches import Found, scan_tree
 
 REPLAY = "kernels/test_replay.py"
 TRAINING = "test_training_twice.py::test_two_runs_are_equal"
+RANKS = "test_ranks_twice.py::test_shared_models_repeat_their_gradients"
 
 
 @dataclass(frozen=True)
@@ -47,15 +48,15 @@ MANIFEST: dict[str, Dispatch] = {
     f"{FRONTEND}:score_segments": Dispatch(
         ("indexer_forward_wrapper",), "79d1be8ea3ac", f"{REPLAY}::test_selection_and_its_scores"
     ),
-    f"{FRONTEND}:top_k": Dispatch(("indexer_top_k_wrapper",), "6534e5c17cbe", f"{REPLAY}::test_top_k_among_ties"),
+    f"{FRONTEND}:top_k": Dispatch(("indexer_top_k_wrapper",), "71d47a390712", f"{REPLAY}::test_top_k_among_ties"),
     f"{FRONTEND}:_flash_forward": Dispatch(
         ("flash_mla.flash_mla_sparse_fwd",), "c32ef938b206", f"{REPLAY}::test_attention_forward"
     ),
     f"{FRONTEND}:sparse_backward": Dispatch(
-        ("sparse_attention_backward_wrapper",), "8629db805b8b", f"{REPLAY}::test_attention_backward_spread", exact=False
+        ("sparse_attention_backward_wrapper",), "b6756a507df4", f"{REPLAY}::test_attention_backward_spread", exact=False
     ),
     f"{FRONTEND}:sparse_target": Dispatch(
-        ("sparse_attn_score_recompute_wrapper",), "f7ee39aee343", f"{REPLAY}::test_teacher_and_loss"
+        ("sparse_attn_score_recompute_wrapper",), "e53880dca271", f"{REPLAY}::test_teacher_and_loss"
     ),
     f"{FRONTEND}:dense_target": Dispatch(
         ("dense_attn_score_recompute_wrapper",), "c63da284abe5", f"{REPLAY}::test_teacher_and_loss"
@@ -102,10 +103,18 @@ MANIFEST: dict[str, Dispatch] = {
     "megatron/core/tensor_parallel/layers.py:VocabParallelEmbedding.forward": Dispatch(
         ("embedding",), "b0d17ba58555", TRAINING
     ),
-    f"{MOE}/experts.py:GroupedMLP.forward": Dispatch(("cumsum", "scatter_"), "1ca232993e9c", TRAINING),
+    "megatron/core/tensor_parallel/cross_entropy.py:_VocabParallelCrossEntropy.forward": Dispatch(
+        ("gather",), "f33b65c71151", RANKS
+    ),
+    "megatron/core/tensor_parallel/cross_entropy.py:_VocabParallelCrossEntropy.backward": Dispatch(
+        ("scatter_add",), "d3cba3da5112", RANKS
+    ),
+    f"{MOE}/experts.py:GroupedMLP.forward": Dispatch(("scatter_",), "1ca232993e9c", TRAINING),
+    f"{MOE}/experts.py:GroupedMLP._visit_experts": Dispatch(("cumsum",), "7ce97bd954eb", TRAINING),
+    f"{MOE}/exchange.py:plan_exchange": Dispatch(("cumsum", "scatter_"), "93914aa3f1f0", RANKS),
     f"{MOE}/load_balancing.py:sequence_balance_loss": Dispatch(("index_add", "scatter_"), "a236db1b49bb", TRAINING),
     f"{MOE}/load_balancing.py:_documents": Dispatch(("cumsum", "index_add_"), "33ff7fd53233", TRAINING),
-    f"{MOE}/moe_layer.py:MoELayer.forward": Dispatch(("index_copy",), "e5ac1a6068ac", TRAINING),
+    f"{MOE}/moe_layer.py:_on_valid_rows": Dispatch(("index_copy",), "0bd2311826bc", TRAINING),
     f"{MOE}/router.py:TopKRouter.forward": Dispatch(("gather",), "0f777b273b95", TRAINING),
     f"{MOE}/router.py:TopKRouter._choose": Dispatch(("scatter_",), "4f2fefc7388e", TRAINING),
     f"{MOE}/router.py:count_experts": Dispatch(("scatter_add_",), "3268eb3a56c7", TRAINING),

@@ -1,13 +1,12 @@
 """Selections saved from one layout and loaded into another: packing, padding, context parallelism, engines' files."""
 
-import subprocess
-import sys
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -17,7 +16,7 @@ from megatron.core.transformer.experimental_attention_variant.dsa import Layout,
 from megatron.core.transformer.experimental_attention_variant.dsa.backends.protocol import TopK
 from megatron.core.transformer.experimental_attention_variant.dsa.selection_file import read_topk
 from megatron.core.transformer.experimental_attention_variant.dsa.selection_io import save_topk_shards
-from tests.unit_tests.tree_rules import ROOT
+from tests.ranks import run_on_ranks
 
 K = 5
 LAYERS = (1, 4)
@@ -288,44 +287,30 @@ def test_a_damaged_or_foreign_file_is_named(saved: Path, tmp_path: Path) -> None
 
 # ---- ranks ----
 
-_RANK = """
-import sys
-import torch.distributed as dist
-from tests.unit_tests.core.transformer.experimental_attention_variant.dsa import test_selection_io as t
 
-rank, store, path = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-shard = t.shards(2)[rank]
-own = t.record(shard, t.present(shard, 2))
-t.save_topk(path, own, shard, dist.group.WORLD)
-print("saved")
-doubled = t.record(t.PACKED)
-if rank:
-    doubled[1].indices_TK[23, 0] += 1
-for save in (lambda: t.save_topk(path, doubled, t.PACKED, dist.group.WORLD),
-             lambda: t.save_topk(path, own if rank else {}, shard, dist.group.WORLD)):
-    try:
-        save()
-    except ValueError as error:
-        print(error)
-dist.destroy_process_group()
-"""
+def _save_and_fail(path: str) -> list[str]:
+    """On one of two ranks: a save, then saves that must fail on both; their sentences."""
+    rank, everyone = dist.get_rank(), dist.group.WORLD
+    shard, doubled = shards(2)[rank], record(PACKED)
+    own = record(shard, present(shard, 2))
+    save_topk(path, own, shard, everyone)
+    if rank:
+        doubled[1].indices_TK[23, 0] += 1
+    sentences = []
+    nothing, fewer = (own if rank else {}), (own if rank else {1: own[1]})
+    for selections, layout in ((doubled, PACKED), (nothing, shard), (fewer, shard)):
+        with pytest.raises(ValueError) as failure:
+            save_topk(path, selections, layout, everyone)
+        sentences.append(str(failure.value))
+    return sentences
 
 
 def test_two_ranks_gather_to_one_file_and_fail_together(saved: Path, tmp_path: Path) -> None:
     path = tmp_path / "gathered"
-    arguments = [str(tmp_path / "store"), str(path)]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", _RANK, str(rank), *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
-    for rank in ranks:
-        output = rank.communicate(timeout=120)[0]
-        assert rank.returncode == 0
-        assert output.splitlines()[0] == "saved"
-        assert "Two ranks hold the same rows of document 3" in output and "Nothing was recorded" in output
+    for sentences in run_on_ranks(2, _save_and_fail, str(path)):
+        assert "Two ranks hold the same rows of document 3" in sentences[0]
+        assert "Nothing was recorded" in sentences[1]
+        assert "The ranks recorded layers [[1], [1, 4]]" in sentences[2]
     assert path.read_bytes() == saved.read_bytes()
 
 
