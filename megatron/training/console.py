@@ -5,11 +5,15 @@ Everything goes to stderr. Notices of any length pass through here too, so that 
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 from tqdm import tqdm
+
+# Columns and rows; tqdm draws nothing on a terminal that says it has 0 of either.
+_ASSUMED_SIZE = (120, 24)
 
 
 def rate(value: float) -> str:
@@ -29,7 +33,16 @@ class Console:
         self._interval = log_interval
         self._bar: tqdm | None = None
         if sys.stderr.isatty():
-            self._bar = tqdm(total=last_step, initial=finished_steps, desc="train", unit="step", dynamic_ncols=True)
+            known = _terminal_width() > 0
+            self._bar = tqdm(
+                total=last_step,
+                initial=finished_steps,
+                desc="train",
+                unit="step",
+                dynamic_ncols=known,
+                ncols=None if known else _ASSUMED_SIZE[0],
+                nrows=None if known else _ASSUMED_SIZE[1],
+            )
 
     def step(self, record: Mapping[str, Any]) -> None:
         """Show one finished step."""
@@ -52,6 +65,14 @@ class Console:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+
+
+def _terminal_width() -> int:
+    """Columns of the terminal; 0 where it does not know, as in many containers."""
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns
+    except (OSError, ValueError):
+        return 0
 
 
 def _figures(record: Mapping[str, Any]) -> str:

@@ -1,7 +1,14 @@
 """Plain lines into a pipe, a progress bar on a terminal."""
 
+import fcntl
 import io
+import os
+import pty
+import struct
+import subprocess
 import sys
+import termios
+from pathlib import Path
 
 import pytest
 
@@ -40,6 +47,22 @@ def test_a_frozen_indexer_and_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     record = RECORD | {"indexer_loss": None, "dsa_attention_mass": 0.75, "mfu": 0.421}
     Console(0, 4, 1).step(record)
     assert "LM loss 2.5000, mass 0.750, 12.3K tokens/s, MFU 42.1%, lr" in capsys.readouterr().err
+
+
+def test_a_real_terminal_gets_a_bar_whatever_its_width() -> None:
+    for rows, columns in ((0, 0), (24, 150)):
+        parent, child = pty.openpty()
+        fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        code = (
+            "from megatron.training.console import Console; c = Console(3, 10, 100);"
+            "c.step(dict(step=4, lm_loss=2.5, tokens_per_second=9.0)); c.close()"
+        )
+        environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[3])}
+        subprocess.run([sys.executable, "-c", code], stderr=child, env=environment, check=True)
+        os.close(child)
+        shown = os.read(parent, 10000).decode()
+        os.close(parent)
+        assert "4/10" in shown and "LM loss 2.5000, 9 tokens/s" in shown, (columns, shown)
 
 
 def test_a_terminal_gets_a_bar_that_starts_where_the_run_does(monkeypatch: pytest.MonkeyPatch) -> None:
