@@ -127,16 +127,14 @@ class Trainer:
         self.progress.step = step
         self.progress.consumed_samples += self.batch_size
         work = workload(micro_batches, self.topk)
-        return self._figures(result, rate, time.perf_counter() - start, work.tokens, self._flops(work))
+        flops = training_flops(self.config.model, work)
+        return self._figures(result, rate, time.perf_counter() - start, work.tokens, flops)
 
     def _read(self, stream: Iterator[Batch]) -> list[Batch]:
         try:
             return list(islice(stream, self.batch_size // self.micro_batch_size))
         except (OSError, ValueError) as error:
             raise RunStopped(f"The data of step {self.progress.step + 1} cannot be read ({error})") from error
-
-    def _flops(self, work: Any) -> float:
-        return training_flops(self.config.model, work)
 
     def _figures(self, result: StepResult, rate: float, seconds: float, tokens: int, flops: float) -> dict[str, Any]:
         losses, masses = result.indexer_losses, result.attention_mass
