@@ -2,7 +2,7 @@
 
 The baseline that DSA is compared with, and plain on purpose: one ``scaled_dot_product_attention`` for each segment of
 the layout, so that documents never see each other. It has the interface of ``DSAttention`` and ignores what only an
-indexer reads. All keys must be on this rank.
+indexer reads. Tensor-parallel ranks hold other heads; keys are gathered over ranks as DSA's are.
 
 Legend: T rows, S keys, H heads, D key width, L kv_lora_rank, V value width.
 """
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.transformer.experimental_attention_variant.dsa.context_parallel import RowShards
 from megatron.core.transformer.experimental_attention_variant.dsa.layout import Segment
 from megatron.core.transformer.forward_context import ForwardContext
 from megatron.core.transformer.module import MegatronModule
@@ -35,6 +36,7 @@ class DenseLatentAttention(MegatronModule):
         super().__init__(config)
         self.layer_number = layer_number
         self.softmax_scale = softmax_scale
+        self.shards = RowShards.of(pg_collection, config.sequence_parallel)
 
     def forward(
         self,
@@ -59,6 +61,7 @@ class DenseLatentAttention(MegatronModule):
             ``[T, H * V]``, zero on padding rows.
         """
         latent = self.config.kv_lora_rank
+        key, _ = self.shards.gather_keys(key, None, context)
         pieces, row = [], 0
         for segment in context.layout.segments:
             pieces.append(query.new_zeros(segment.row_start - row, query.shape[1], latent))
