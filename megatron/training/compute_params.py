@@ -65,6 +65,9 @@ class ComputeParams:
             else:
                 entry.parameter.grad += gradient
 
+    def finish(self) -> None:
+        """Nothing is left to do after the last backward pass of a step."""
+
     @torch.no_grad()
     def _refresh(self) -> None:
         for entry in self._copies:

@@ -6,6 +6,10 @@ otherwise, for the language-model loss, the loss tokens of the micro-batch times
 indexer's loss, the valid rows of the micro-batch times the micro-batches (the loss mask picks no indexer rows).
 Micro-batches of a step are fetched together, because the first already needs the tokens of all.
 
+Over ranks, gradients and figures are sums as well, and so normalizers count the tokens, rows and micro-batches of all
+data-parallel ranks. Every rank is given its whole micro-batch and cuts its own rows out of it here. Figures are summed
+over all ranks before anyone looks at them, so that all take the same decision.
+
 The device is synchronized once a step, after the passes: losses and the gradient norm are read together, and checked
 before the weights change.
 """
@@ -18,16 +22,21 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import group_rank, group_size
 from megatron.core.transformer.experimental_attention_variant.dsa import LossTracker
 from megatron.core.transformer.moe import update_expert_bias
 from megatron.training.compute_params import ComputeParams
 from megatron.training.config import OptimizerConfig
 from megatron.training.data.batch import Batch
+from megatron.training.data.shard import shard_batch
 from megatron.training.dsa_health import MassProbe
 from megatron.training.flops import Workload
 from megatron.training.optimizer import clip_gradients, gradient_norm, set_learning_rate, trained_parameters
+from megatron.training.sharding import ShardedCompute
 
 
 class RunStopped(RuntimeError):
@@ -50,15 +59,16 @@ class StepResult:
 
 @dataclass
 class Engine:
-    """What steps a model: the model itself (FP32 parameters), its compute copies, its optimizer."""
+    """What steps a model: the model itself (FP32 parameters), its compute copies, its optimizer, its ranks."""
 
     model: nn.Module
-    compute: ComputeParams
+    compute: ComputeParams | ShardedCompute
     optimizer: torch.optim.Optimizer
     device: torch.device
     optimizer_config: OptimizerConfig
     per_token_loss: bool
     check_finite: bool
+    groups: ProcessGroupCollection = field(default_factory=ProcessGroupCollection)
 
 
 @dataclass
@@ -82,7 +92,7 @@ def workload(batches: Sequence[Batch], topk: int | None) -> Workload:
 
 
 def train_step(engine: Engine, batches: Sequence[Batch], rate: float, probe: MassProbe | None = None) -> StepResult:
-    """Train on ``batches``, the micro-batches of one step; ``probe`` measures the first of them.
+    """Train on ``batches``, this data-parallel rank's micro-batches of one step; ``probe`` measures the first of them.
 
     Raises:
         NonFiniteError: see there.
@@ -90,21 +100,23 @@ def train_step(engine: Engine, batches: Sequence[Batch], rate: float, probe: Mas
     engine.optimizer.zero_grad(set_to_none=True)
     sums = _run_passes(engine, batches, probe)
     parameters = list(trained_parameters(engine.model).values())
-    norm = gradient_norm(parameters)
+    engine.compute.finish()
+    norm = gradient_norm(parameters, engine.groups)
+    _sum_figures(sums, engine.groups)
     result = _read_figures(sums, norm, probe)
     if engine.check_finite:
         _require_finite(result)
     clip_gradients(parameters, engine.optimizer_config.clip_grad, norm)
     set_learning_rate(engine.optimizer, rate)
     engine.optimizer.step()
-    update_expert_bias(engine.model)
+    update_expert_bias(engine.model, engine.groups.world)
     return result
 
 
 def _run_passes(engine: Engine, batches: Sequence[Batch], probe: MassProbe | None) -> _Sums:
     engine.model.train()
     sums = _Sums(torch.zeros((), device=engine.device))
-    step_tokens = sum(float(batch.loss_mask.sum()) for batch in batches)
+    step_tokens = _over_dp(sum(float(batch.loss_mask.sum()) for batch in batches), engine)
     with engine.compute.installed():
         for number, batch in enumerate(batches):
             lm_normalizer, indexer_normalizer = _normalizers(engine, batch, step_tokens, len(batches))
@@ -124,14 +136,37 @@ def _normalizers(engine: Engine, batch: Batch, step_tokens: float, num_batches: 
     if engine.per_token_loss:
         return max(step_tokens, 1.0), max(step_tokens, 1.0)
     rows = float(sum(document_lengths(batch)))
-    return max(float(batch.loss_mask.sum()), 1.0) * num_batches, max(rows, 1.0) * num_batches
+    passes = num_batches * group_size(engine.groups.dp)
+    return max(float(batch.loss_mask.sum()), 1.0) * passes, max(rows, 1.0) * passes
+
+
+def _over_dp(value: float, engine: Engine) -> float:
+    """The sum of a host number over data-parallel ranks."""
+    if group_size(engine.groups.dp) == 1:
+        return value
+    total = torch.tensor(value, dtype=torch.float64, device=engine.device)
+    dist.all_reduce(total, group=engine.groups.dp)
+    return total.item()
 
 
 def _token_losses(engine: Engine, batch: Batch, losses: LossTracker | None) -> Tensor:
-    """Sum of the losses of the batch's loss tokens."""
-    here = batch.to(engine.device)
+    """Sum of the losses of this rank's loss tokens of the batch."""
+    cp, tp = engine.groups.cp, engine.groups.tp
+    here = shard_batch(batch, group_size(cp), group_rank(cp), group_size(tp)).to(engine.device)
     per_token = engine.model(here.tokens, labels=here.labels, packed_seq_params=here.packed_seq_params, losses=losses)
     return (per_token * here.loss_mask).sum()
+
+
+def _sum_figures(sums: _Sums, groups: ProcessGroupCollection) -> None:
+    """Sum the figures over all ranks; tensor-parallel ranks have the same LM loss, so it counts on the first."""
+    if groups.world is None:
+        return
+    if group_rank(groups.tp) != 0:
+        sums.lm_loss.zero_()
+    message = torch.stack([sums.lm_loss, *(sums.indexer[layer].float() for layer in sorted(sums.indexer))])
+    dist.all_reduce(message, group=groups.world)
+    sums.lm_loss, *indexer = message.unbind()
+    sums.indexer = dict(zip(sorted(sums.indexer), indexer, strict=True))
 
 
 def _read_figures(sums: _Sums, norm: Tensor, probe: MassProbe | None) -> StepResult:
@@ -164,4 +199,10 @@ def evaluate(
                 total += _token_losses(engine, batch, None)
             tokens += float(batch.loss_mask.sum())
     masses = probe.by_layer if probe is not None else {}
+    if engine.groups.world is not None:
+        first_cp, first_tp = group_rank(engine.groups.cp) == 0, group_rank(engine.groups.tp) == 0
+        counted = torch.tensor(tokens if first_cp else 0.0, dtype=torch.float64, device=engine.device)
+        message = torch.stack((total, counted)) * first_tp
+        dist.all_reduce(message, group=engine.groups.world)
+        total, tokens = message[0], message[1].item()
     return total.item() / max(tokens, 1.0), {layer: mass.item() for layer, mass in masses.items()}

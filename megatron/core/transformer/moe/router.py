@@ -116,16 +116,17 @@ def update_expert_bias(model: nn.Module, group: ProcessGroup | None = None) -> N
 
     Experts with less than the mean load gain ``moe_router_bias_update_rate``, those with more lose it.
     """
-    for router in model.modules():
-        if not isinstance(router, TopKRouter):
-            continue
-        load = router.local_tokens_per_expert
+    routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
+    loads = [router.local_tokens_per_expert for router in routers]
+    if group is not None and loads:
+        message = torch.stack(loads)
+        all_reduce(message, group=group)
+        loads = list(message.unbind())
+    for router, load in zip(routers, loads, strict=True):
         if router.expert_bias is not None:
-            if group is not None:
-                all_reduce(load, group=group)
             # E * load against the total: exact, where a mean of integers would be rounded.
             overload = load * load.numel() - load.sum()
             router.expert_bias -= router.config.moe_router_bias_update_rate * overload.sign().to(
                 router.expert_bias.dtype
             )
-        load.zero_()
+        router.local_tokens_per_expert.zero_()
