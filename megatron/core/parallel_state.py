@@ -35,8 +35,8 @@ class ParallelSizes:
         if self.world % (self.tensor * self.context):
             raise ValueError(
                 f"{self.world} processes do not split into tensor_model_parallel_size={self.tensor} times "
-                f"context_parallel_size={self.context}: start a multiple of {self.tensor * self.context} processes, "
-                "or change the sizes."
+                f"context_parallel_size={self.context}: start a multiple of {self.tensor * self.context} processes "
+                "(torchrun --nproc-per-node), or change the sizes."
             )
         if self.world % self.expert:
             raise ValueError(

@@ -15,11 +15,15 @@ import torch
 
 from megatron.core.models.gpt.gpt_builder import build_gpt_model
 from megatron.core.models.hf import load_hf_weights, portability_notes
+from megatron.core.parallel_state import ParallelSizes, build_process_groups
+from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.training.arguments import PretrainConfig
 from megatron.training.checkpointing import Checkpoint, Progress, find_checkpoint, load_checkpoint, saved_options
 from megatron.training.compute_params import ComputeParams, as_fp32, fp32_islands
 from megatron.training.data.build import Datasets, build_datasets
 from megatron.training.optimizer import build_optimizer
+from megatron.training.sharding import ShardedCompute, materialize, shard_model
 from megatron.training.step import Engine
 from megatron.training.tokenizer import Tokenizer
 from megatron.training.validate import require_memory
@@ -50,25 +54,43 @@ def prepare(config: PretrainConfig, tokenizer: Tokenizer, device: torch.device) 
     datasets = build_datasets(config.data, _dataset_sizes(config), tokenizer)
     if datasets[0] is None and not config.training.skip_train:
         raise ValueError("The training set is empty: give it a share of --split, or name --train-data-path.")
-    require_memory(config.model, device)
+    world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    sizes = ParallelSizes.of(config.model, world)
+    require_memory(config.model, device, sizes)
     torch.manual_seed(config.data.seed)
     if config.model.deterministic_mode:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # PyTorch refuses to multiply on a GPU without it
         torch.use_deterministic_algorithms(True)
-    model = as_fp32(build_gpt_model(config.model, device=device))
+    groups = build_process_groups(sizes, device.type)
+    model, compute = build_model(config.model, groups, device)
     engine = Engine(
         model,
-        ComputeParams(model, config.model.params_dtype, fp32_islands(config.model)),
+        compute,
         build_optimizer(model, config.optimizer),
         device,
         config.optimizer,
         config.model.calculate_per_token_loss,
         config.training.check_for_nan_in_loss_and_grad,
+        groups,
     )
     checkpoint, progress, notices = _load(config, engine)
     if datasets[1] is None and config.validation.eval_iters > 0:
         notices.append("There is no validation set, so nothing is evaluated while training.")
     return Prepared(config, engine, datasets, progress, checkpoint, notices)
+
+
+def build_model(
+    config: MLATransformerConfig, groups: ProcessGroupCollection, device: torch.device
+) -> tuple[torch.nn.Module, ComputeParams | ShardedCompute]:
+    """The model with FP32 parameters and initial weights, whole in one process and sharded over several."""
+    if groups.world is None:
+        model = as_fp32(build_gpt_model(config, device=device))
+        return model, ComputeParams(model, config.params_dtype, fp32_islands(config))
+    sharded = build_gpt_model(config, device="meta", pg_collection=groups)
+    as_fp32(sharded)
+    compute = shard_model(sharded, groups)
+    materialize(sharded, device)
+    return sharded, compute
 
 
 def config_record(config: PretrainConfig) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from megatron.core.models.gpt.gpt_builder import build_gpt_model
+from megatron.core.parallel_state import ParallelSizes
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.training.arguments import PretrainConfig
 from megatron.training.config import OptimizerConfig, TrainingConfig
@@ -20,23 +21,51 @@ from megatron.training.scheduler import warmup_iters
 from megatron.training.tokenizer import Tokenizer, build_tokenizer
 
 
-def require_single_process(model: MLATransformerConfig, world_size: int) -> None:
-    """The one place that refuses what needs several processes.
+def require_parallel(model: MLATransformerConfig, world_size: int) -> ParallelSizes:
+    """Check that the model splits over the processes that were started.
 
     Raises:
-        ValueError: a parallel size or the number of processes is above 1.
+        ValueError: sizes that do not divide the processes or the model, or what has no parallel form.
     """
-    for name in ("tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size"):
-        if getattr(model, name) > 1:
-            raise ValueError(
-                f"--{name.replace('_', '-')} is {getattr(model, name)}, but this version trains in a single process: "
-                "leave it at 1."
-            )
-    if world_size > 1:
+    sizes = ParallelSizes.of(model, world_size)
+    rows_shared = sizes.tensor * sizes.context
+    if rows_shared > 1 and model.experimental_attention_variant != "dsa":
         raise ValueError(
-            f"{world_size} processes were started, but this version trains in a single one: use "
-            "torchrun --nproc-per-node 1, or plain python."
+            f"--tensor-model-parallel-size {sizes.tensor} with --context-parallel-size {sizes.context} needs "
+            "--experimental-attention-variant dsa, since dense attention runs on whole sequences and heads: set both "
+            "to 1."
         )
+    if rows_shared > 1 and model.moe_router_load_balancing_type != "none" and model.moe_aux_loss_coeff:
+        raise ValueError(
+            "--moe-router-load-balancing-type seq_aux_loss needs whole documents on a rank, but tensor and context "
+            "parallelism spread their rows: use none with --moe-router-enable-expert-bias, or set both sizes to 1."
+        )
+    widths = {
+        "--num-attention-heads": model.num_attention_heads,
+        "--ffn-hidden-size": model.ffn_hidden_size,
+        "--moe-shared-expert-intermediate-size": model.moe_shared_expert_intermediate_size,
+    }
+    for flag, width in widths.items():
+        if width is not None and width % sizes.tensor:
+            raise ValueError(
+                f"{flag} {width} does not split over --tensor-model-parallel-size {sizes.tensor}: make it a multiple."
+            )
+    if sizes.expert > 1 and (model.num_moe_experts is None or model.num_moe_experts % sizes.expert):
+        raise ValueError(
+            f"--num-experts {model.num_moe_experts} does not split over --expert-model-parallel-size {sizes.expert}: "
+            "make it a multiple."
+        )
+    return sizes
+
+
+def _world_size() -> int:
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1 and not {"RANK", "MASTER_ADDR"} <= os.environ.keys():
+        raise ValueError(
+            f"WORLD_SIZE is {world}, but RANK and MASTER_ADDR are not set: start the processes with torchrun, or unset "
+            "WORLD_SIZE."
+        )
+    return world
 
 
 def complete(config: PretrainConfig) -> tuple[PretrainConfig, Tokenizer]:
@@ -45,12 +74,13 @@ def complete(config: PretrainConfig) -> tuple[PretrainConfig, Tokenizer]:
     Raises:
         ValueError: one sentence about what is missing or contradicts itself.
     """
-    require_single_process(config.model, int(os.environ.get("WORLD_SIZE", "1")))
+    sizes = require_parallel(config.model, _world_size())
     _require_given(config)
     data = config.data
     tokenizer = build_tokenizer(data.tokenizer_type, data.tokenizer_model, config.model.vocab_size)
-    training = _with_batch_sizes(config.training)
+    training = _with_batch_sizes(config.training, sizes.data)
     model = _with_vocabulary(config.model, tokenizer, config)
+    _check_vocabulary_splits(model, sizes)
     model = _with_positions(model, config)
     _check_schedule(config.optimizer, training)
     _check_places(config)
@@ -73,23 +103,34 @@ def device_of(config: PretrainConfig) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def require_memory(model: MLATransformerConfig, device: torch.device) -> None:
+def require_memory(model: MLATransformerConfig, device: torch.device, sizes: ParallelSizes | None = None) -> None:
     """Refuse a model whose training state alone does not fit, before anything is allocated.
 
     Raises:
-        ValueError: FP32 weights, gradients and two moments (and BF16 copies) take more than the device has.
+        ValueError: FP32 weights, gradients and two moments (and BF16 copies) take more than the device has. Over
+            several processes each holds its share, and those of one machine share its memory.
     """
-    parameters = sum(parameter.numel() for parameter in build_gpt_model(model, device="meta").parameters())
-    needed = parameters * (20 if model.bf16 else 16)
+    whole = dataclasses.replace(
+        model,
+        tensor_model_parallel_size=1,
+        context_parallel_size=1,
+        expert_model_parallel_size=1,
+        sequence_parallel=False,
+    )
+    parameters = sum(parameter.numel() for parameter in build_gpt_model(whole, device="meta").parameters())
+    ranks = 1 if sizes is None else sizes.world
+    needed = parameters * (20 if model.bf16 and ranks == 1 else 16) // ranks
     if device.type == "cuda":
         available = torch.cuda.get_device_properties(device).total_memory
     else:
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        available //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if needed > available:
         raise ValueError(
             f"The model has {parameters / 1e9:.3g} billion parameters, whose weights, gradients and optimizer state "
-            f"take {needed / 2**30:.0f} GiB, but this machine's {device.type} has {available / 2**30:.0f} GiB: choose "
-            "a smaller model."
+            f"take {needed / 2**30:.0f} GiB{'' if ranks == 1 else ' a process'}, but this machine's {device.type} has "
+            f"{available / 2**30:.0f} GiB{'' if ranks == 1 else ' for each'}: choose a smaller model"
+            f"{'' if ranks == 1 else ', or start more processes'}."
         )
 
 
@@ -111,14 +152,15 @@ def _listed(words: list[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
-def _with_batch_sizes(training: TrainingConfig) -> TrainingConfig:
+def _with_batch_sizes(training: TrainingConfig, data_parallel: int) -> TrainingConfig:
     micro, total = training.micro_batch_size, training.global_batch_size
     assert micro is not None
-    if total is not None and total % micro:
+    if total is not None and total % (micro * data_parallel):
+        ranks = "" if data_parallel == 1 else f" times {data_parallel} data-parallel ranks"
         raise ValueError(
-            f"--global-batch-size {total} is no multiple of --micro-batch-size {micro}: change one of them."
+            f"--global-batch-size {total} is no multiple of --micro-batch-size {micro}{ranks}: change one of them."
         )
-    return dataclasses.replace(training, global_batch_size=total or micro)
+    return dataclasses.replace(training, global_batch_size=total or micro * data_parallel)
 
 
 def _with_vocabulary(model: MLATransformerConfig, tokenizer: Tokenizer, config: PretrainConfig) -> MLATransformerConfig:
@@ -130,6 +172,14 @@ def _with_vocabulary(model: MLATransformerConfig, tokenizer: Tokenizer, config: 
             f"{config.data.tokenizer_type}: raise it, or name the tokenizer that it was meant for."
         )
     return model
+
+
+def _check_vocabulary_splits(model: MLATransformerConfig, sizes: ParallelSizes) -> None:
+    if model.padded_vocab_size % sizes.tensor:
+        raise ValueError(
+            f"The vocabulary of {model.padded_vocab_size} entries (padded) does not split over "
+            f"--tensor-model-parallel-size {sizes.tensor}: make --make-vocab-size-divisible-by a multiple of it."
+        )
 
 
 def _with_positions(model: MLATransformerConfig, config: PretrainConfig) -> MLATransformerConfig:

@@ -86,7 +86,7 @@ REFUSED: list[tuple[Prepare, list[str], str]] = [
     (
         nothing,
         [*TINY, *RUN, "--tensor-model-parallel-size", "2"],
-        "--tensor-model-parallel-size is 2, but this version",
+        "do not split into tensor_model_parallel_size=2",
     ),
     (nothing, [*TINY, *RUN, "--seq-length", "64", "--max-position-embeddings", "32"], "--seq-length 64 exceeds"),
     (nothing, [*TINY, *RUN, "--vocab-size", "100"], "--vocab-size 100 is smaller than the 257 tokens"),
@@ -154,12 +154,12 @@ def test_torchrun_with_one_process(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "save/summary.json").read_text())["step"] == 2
 
 
-def test_more_than_one_process_is_refused(
+def test_processes_without_a_launcher_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert train(*RUN, "--save", tmp_path / "save") == 2
-    assert "2 processes were started, but this version trains in a single one" in capsys.readouterr().err
+    assert "WORLD_SIZE is 2, but RANK and MASTER_ADDR are not set" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from megatron.core.models.gpt import get_preset
+from megatron.core.parallel_state import ParallelSizes
 from megatron.training.arguments import PretrainConfig, parse_args
-from megatron.training.validate import complete, device_of, require_memory, require_single_process
+from megatron.training.validate import complete, device_of, require_memory, require_parallel
 from tests.unit_tests.training.models import CONFIG
 
 RUN = (
@@ -56,20 +57,52 @@ def test_the_first_start_of_a_run_that_resumes_itself_is_allowed() -> None:
     complete(parsed("--load", "nowhere", "--save", "nowhere"))
 
 
-@pytest.mark.parametrize("name", ["tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size"])
-def test_parallel_sizes_are_refused(name: str) -> None:
-    model = dataclasses.replace(CONFIG, cp_comm_type="allgather", **{name: 2})
-    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} is 2, but this version"):
-        require_single_process(model, 1)
-    with pytest.raises(ValueError, match="4 processes were started"):
-        require_single_process(CONFIG, 4)
-    require_single_process(CONFIG, 1)
+TP, CP, EP = "tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size"
+UNPARALLEL: list[tuple[int, dict[str, object], str]] = [
+    (1, {TP: 2}, "1 processes do not split into tensor_model_parallel_size=2"),
+    (6, {TP: 2, CP: 2}, "6 processes do not split"),
+    (3, {EP: 2}, "3 processes do not split into expert_model_parallel_size=2"),
+    (8, {EP: 8}, "--num-experts 4 does not split over --expert-model-parallel-size 8"),
+    (2, {EP: 2, "num_moe_experts": None, "moe_layer_freq": 1}, "--num-experts None does not split"),
+    (2, {TP: 2, "ffn_hidden_size": 47}, "--ffn-hidden-size 47 does not split over --tensor-model-parallel-size 2"),
+    (2, {CP: 2, "experimental_attention_variant": None}, "needs --experimental-attention-variant dsa"),
+    (
+        2,
+        {TP: 2, "moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.1},
+        "needs whole documents on a rank",
+    ),
+]
+
+
+@pytest.mark.parametrize(("world", "options", "piece"), UNPARALLEL, ids=[piece[:40] for _, _, piece in UNPARALLEL])
+def test_what_does_not_split_over_the_processes_is_refused(world: int, options: dict[str, object], piece: str) -> None:
+    model = dataclasses.replace(CONFIG, cp_comm_type="allgather", **options)
+    with pytest.raises(ValueError, match=r"^.*\.$") as refusal:
+        require_parallel(model, world)
+    assert piece in str(refusal.value)
+
+
+def test_the_rest_of_the_processes_is_data_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("MASTER_ADDR", "here")
+    config, _ = complete(parsed("--tensor-model-parallel-size", "2"))
+    assert config.training.global_batch_size == 4
+    with pytest.raises(ValueError, match="6 is no multiple of --micro-batch-size 2 times 2 data-parallel ranks"):
+        complete(parsed("--tensor-model-parallel-size", "2", "--global-batch-size", "6"))
+    with pytest.raises(ValueError, match="vocabulary of 257 entries .padded. does not split over"):
+        complete(parsed("--tensor-model-parallel-size", "2", "--make-vocab-size-divisible-by", "1"))
+    monkeypatch.delenv("RANK")
+    with pytest.raises(ValueError, match="WORLD_SIZE is 4, but RANK"):
+        complete(parsed())
 
 
 def test_a_model_larger_than_the_machine_is_refused() -> None:
     with pytest.raises(ValueError, match=r"The model has 74\d billion parameters, .* GiB: choose a smaller model\."):
         require_memory(dataclasses.replace(get_preset("glm-5"), bf16=True), torch.device("cpu"))
     require_memory(CONFIG, torch.device("cpu"))
+    with pytest.raises(ValueError, match=r" GiB a process, .* GiB for each: .*, or start more processes\."):
+        require_memory(get_preset("glm-5"), torch.device("cpu"), ParallelSizes(8, tensor=2, expert=4))
 
 
 def test_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
