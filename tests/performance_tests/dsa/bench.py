@@ -1,0 +1,127 @@
+"""Time the cudnn backend's attention core against the bare kernels that it must run, and against a released peer.
+
+    python -m tests.performance_tests.dsa.bench                        # every case, Markdown on stdout
+    python -m tests.performance_tests.dsa.bench --cases 'S8192 sparse' # those whose name contains all the words
+    python -m tests.performance_tests.dsa.bench --peer megatron-core   # also the released package, in a subprocess
+
+A case is timed only after its outputs and gradients were checked against the reference on sampled rows; a red check
+prints no time. TFLOP/s counts the work of the sparse attention alone (forward 2, backward 5 products over the
+selected keys) over its kernels' time, and "share" is that over the card's measured BF16 ceiling. "Scratch" is
+peak memory that is neither input, output, saved operand nor gradient: the byte budget of scoring bounds it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .check import check
+from .timing import GIB, milliseconds, peak_gib
+from .workloads import LATENT, ROPE, Bench, Workload
+
+CEILING_TFLOPS = 790.0
+PEER = Path(__file__).with_name("peer_megatron_core.py")
+PEER_MAX_TOKENS = 65536
+
+CASES = [
+    *(Workload(64, 64, (s,), loss) for s in (8192, 32768, 65536, 131072) for loss in ("off", "sparse")),
+    *(Workload(64, 64, (s,), "dense") for s in (8192, 16384, 32768)),
+    Workload(64, 32, (32768,), "sparse"),
+    Workload(128, 64, (8192,), "sparse"),
+    Workload(128, 64, (32768,), "sparse"),
+    Workload(64, 64, (8192,) * 4),
+    Workload(64, 64, (8192,) * 4, "sparse"),
+    Workload(64, 64, (1024,) * 32, k=512),
+    Workload(64, 64, (1024,) * 32, "sparse", k=512),
+    Workload(64, 64, (65536,), cp_size=8),
+    Workload(64, 64, (65536,), "sparse", cp_size=8),
+    # A user's public configuration: batch 1, CP 2, topk_freq 4 (three layers in four reuse), loss coefficient 0.001.
+    Workload(64, 32, (8192,), "sparse", k=1024, cp_size=2),
+]
+HEADER = (
+    "| case | fwd ms | fwd+bwd ms | bare kernels ms | ratio | attention TFLOP/s | share | peak GiB | scratch GiB "
+    "| peer fwd / fwd+bwd ms, GiB |\n|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
+)
+
+
+def attention_tflops(workload: Workload, selected: float, forward_backward_ms: float) -> float:
+    """Multiply-adds of the selected keys, forward (QK, PV) and backward (QK, dP, dV, dQ, dK)."""
+    width, value = LATENT + ROPE, LATENT
+    return 2 * workload.heads * selected * (4 * width + 3 * value) / forward_backward_ms / 1e9
+
+
+def measure(workload: Workload, device: torch.device) -> str:
+    """One row of the table."""
+    bench = Bench(workload, device)
+    if reason := check(bench):
+        return f"| {workload.name} | CHECK FAILED: {reason} |"
+    forward, both = milliseconds(bench.forward), milliseconds(bench.forward_backward)
+    peak, scratch = memory(bench)
+    topk = bench.module.backend.select(bench.indexer, bench.layout, workload.k)
+    floor, details = "-", {}
+    if len(workload.documents) == 1 and workload.cp_size == 1:
+        from .bare import bare_milliseconds
+
+        details = bare_milliseconds(bench, topk.indices_TK, topk.length_T)
+        floor = f"{sum(details.values()):.1f}"
+    ratio = f"{both / float(floor):.2f}" if details else "-"
+    attention = sum(ms for name, ms in details.items() if name.startswith("attention"))
+    tflops = attention_tflops(workload, float(topk.length_T.sum()), attention) if attention else 0.0
+    for name, ms in details.items():
+        print(f"  {workload.name}: {name} {ms:.2f} ms", file=sys.stderr)
+    return (
+        f"| {workload.name} | {forward:.1f} | {both:.1f} | {floor} | {ratio} | {tflops:.0f} | "
+        f"{tflops / CEILING_TFLOPS:.0%} | {peak:.2f} | {scratch:.2f} |"
+    )
+
+
+def memory(bench: Bench) -> tuple[float, float]:
+    """Peak GiB beyond the inputs, and the part of it that is neither output, saved operand nor gradient."""
+    forward_peak, saved, output = peak_gib(bench.forward)
+    assert isinstance(output, torch.Tensor)
+    backward_peak, _, grads = peak_gib(lambda: torch.autograd.grad(output, bench.leaves(), bench.dout))
+    grad_gib = sum(grad.nbytes for grad in grads) / GIB  # type: ignore[attr-defined]
+    return max(forward_peak, saved + backward_peak), max(forward_peak - saved, backward_peak - grad_gib)
+
+
+def peer(workload: Workload, path: str) -> str:
+    """The same case on the released megatron-core, in a process that does not see this tree."""
+    if len(workload.documents) > 1 or workload.cp_size > 1 or workload.documents[0] > PEER_MAX_TOKENS:
+        return " - |"
+    heads, index_heads, tokens = workload.heads, workload.index_heads, workload.documents[0]
+    arguments = [str(x) for x in (heads, index_heads, tokens, workload.loss, workload.k)]
+    here = {"", ".", str(Path.cwd())}
+    others = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry not in here]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [path, *others])), "PYTHONSAFEPATH": "1"}
+    done = subprocess.run(
+        [sys.executable, str(PEER), *arguments], env=environment, capture_output=True, text=True, timeout=300
+    )
+    last = (done.stdout.strip().splitlines() or [""])[-1]
+    return f" {last} |" if done.returncode == 0 else f" failed: {(done.stderr.strip().splitlines() or [''])[-1]} |"
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default="", help="words that a case's name must contain")
+    parser.add_argument("--peer", choices=["megatron-core"], help="also time this released package")
+    parser.add_argument("--peer-path", default="", help="folder that the package was installed to (pip --target)")
+    options: Any = parser.parse_args(argv)
+    device = torch.device("cuda", torch.cuda.current_device())
+    print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}\n\n{HEADER}", flush=True)
+    for workload in CASES:
+        words = set(workload.name.split())
+        if not set(options.cases.split()) <= words:
+            continue
+        row = measure(workload, device)
+        torch.cuda.empty_cache()
+        print(row + (peer(workload, options.peer_path) if options.peer else " - |"), flush=True)
+
+
+if __name__ == "__main__":
+    main()

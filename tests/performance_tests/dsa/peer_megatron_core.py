@@ -1,0 +1,62 @@
+"""Time released megatron-core's fused DSA attention on one benchmark case, in a process of its own.
+
+    python peer_megatron_core.py HEADS INDEX_HEADS TOKENS off|sparse|dense TOPK
+
+Prints "forward / forward+backward ms, peak GiB", one repetition after one warm-up. FlashMLA's SM90 kernels stand behind
+an argument that megatron-core 0.19 does not pass, so the function is wrapped before it is imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+
+import flash_mla
+import torch
+
+flash_mla.flash_mla_sparse_fwd = functools.partial(flash_mla.flash_mla_sparse_fwd, use_legacy=True)
+
+from megatron.core.transformer.experimental_attention_variant import dsa_cudnn_kernels as peer  # noqa: E402
+
+LATENT, ROPE, INDEX_DIM = 512, 64, 128
+
+
+def main(heads: int, index_heads: int, tokens: int, loss: str, k: int) -> None:
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+    query, key = normal(tokens, 1, heads, LATENT + ROPE), normal(tokens, 1, LATENT + ROPE)
+    q, keys = normal(tokens, 1, index_heads, INDEX_DIM), normal(tokens, 1, INDEX_DIM)
+    w = normal(tokens, 1, index_heads) * (index_heads * INDEX_DIM) ** -0.5
+    leaves = [query, key] if loss == "off" else [query, key, q, keys, w]
+    for leaf in leaves:
+        leaf.requires_grad_()
+
+    def forward() -> tuple[torch.Tensor, ...]:
+        return peer.fused_indexer_sparse_attn(
+            query, key, q, keys, w, k, (LATENT + ROPE) ** -0.5,
+            loss_coeff=0.0 if loss == "off" else 0.001, sparse_loss=loss == "sparse", d_v=LATENT,
+        )  # fmt: skip
+
+    def forward_backward() -> None:
+        out, indexer_loss = forward()
+        total = out.float().sum() + (0.0 if loss == "off" else indexer_loss.sum())
+        torch.autograd.grad(total, leaves, allow_unused=True)
+
+    def milliseconds(function: object) -> float:
+        function()  # type: ignore[operator]
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        function()  # type: ignore[operator]
+        torch.cuda.synchronize()
+        return 1e3 * (time.perf_counter() - start)
+
+    before = torch.cuda.memory_allocated()
+    first, both = milliseconds(forward), milliseconds(forward_backward)
+    peak = (torch.cuda.max_memory_allocated() - before) / 2**30
+    print(f"{first:.1f} / {both:.1f}, {peak:.1f}")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], int(sys.argv[5]))
