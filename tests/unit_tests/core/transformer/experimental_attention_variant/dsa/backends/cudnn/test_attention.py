@@ -142,3 +142,19 @@ def test_more_rows_than_a_grid_dimension(rows: int) -> None:
         assert cases.relative_error(attended.out_THV[start:stop], want.out_THV) < OUT_TOLERANCE
         assert cases.relative_error(grads[0][start:stop], wanted[0]) < ATTENTION_GRAD_TOLERANCE
     assert kl is not None and bool(torch.isfinite(kl)) and all(bool(torch.isfinite(g).all()) for g in grads)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("loss", ["off", "sparse", "dense"])
+def test_nothing_waits_for_the_device(loss: str) -> None:
+    """Once kernels are compiled and the layout's vectors are sent, a step runs under the synchronization alarm."""
+    device, layout = torch.device("cuda"), cases.zigzag((70, 200), 2)[1]
+    case = Case("zigzag2", loss, 16, 32, 64, torch.bfloat16)
+    backend, inputs = CudnnBackend(case.config()), cases.make_inputs(layout, case, device)
+    for alarm in ("default", "error"):
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode(alarm)
+        try:
+            run(backend, inputs, backend.select(inputs.indexer, layout, 64), layout, loss)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
