@@ -13,15 +13,15 @@ from megatron.training.pretrain_gpt import start
 from tests.functional_tests.runs import DATA, INDEXER_LOSS, MODEL, TRAINING, figures
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-DENSE_LOSS = ["--dsa-indexer-loss-coeff", "1"]
 OPTIONS = {
     "sparse loss": INDEXER_LOSS,
-    "dense loss": DENSE_LOSS,
     "frozen indexer": [],
     "shared selection and recompute": [
         *INDEXER_LOSS, "--dsa-indexer-topk-freq", "2", "--recompute-granularity", "full",
     ],
-    "packed documents": [*INDEXER_LOSS, "--reset-attention-mask", "--calculate-per-token-loss"],
+    "dense loss, packed documents": [
+        "--dsa-indexer-loss-coeff", "1", "--reset-attention-mask", "--calculate-per-token-loss",
+    ],
     "FP32 rope, balancing loss": [
         *INDEXER_LOSS, "--dsa-indexer-rope-fp32", "--dsa-indexer-rope-table-dtype", "fp32",
         "--moe-router-load-balancing-type", "seq_aux_loss", "--moe-aux-loss-coeff", "0.01",

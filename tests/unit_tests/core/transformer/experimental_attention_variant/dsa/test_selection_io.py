@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron.core.transformer.experimental_attention_variant.dsa import Layout, load_topk, save_topk, selection_io
+from megatron.core.transformer.experimental_attention_variant.dsa import (
+    Layout,
+    Segment,
+    load_topk,
+    save_topk,
+    selection_io,
+)
 from megatron.core.transformer.experimental_attention_variant.dsa.backends.protocol import TopK
 from megatron.core.transformer.experimental_attention_variant.dsa.selection_file import read_topk
 from megatron.core.transformer.experimental_attention_variant.dsa.selection_io import save_topk_shards
@@ -113,6 +119,17 @@ def test_the_same_file_whatever_layout_it_was_recorded_in(saved: Path, tmp_path:
              for s, (a, b) in zip(halves, ((0, 13), (13, 24)), strict=True)]  # fmt: skip
     save_topk_shards(other, parts)
     assert other.read_bytes() == saved.read_bytes()
+
+
+def test_documents_count_in_the_order_of_their_keys_whatever_the_rows(saved: Path, tmp_path: Path) -> None:
+    rows, segments = 0, []
+    for s in reversed(PACKED.segments):
+        segments.append(Segment(rows, rows + s.num_rows, s.key_start, 0))
+        rows += s.num_rows
+    backwards = Layout(rows, PACKED.num_keys, tuple(segments))
+    save_topk(tmp_path / "other", record(backwards), backwards)
+    assert (tmp_path / "other").read_bytes() == saved.read_bytes()
+    assert_same(load_topk(saved, backwards), record(backwards))
 
 
 @pytest.mark.parametrize("size", [2, 3])
