@@ -172,7 +172,7 @@ class ReferenceBackend:
         ids_TK = _local(topk, rows, keys)
         logits_THS = attention_logits(_block(attention, rows, keys))
         target_TS = (logits_THS - attended.lse_TH[slice(*rows)].unsqueeze(-1)).exp().sum(1)
-        return _pick(target_TS, ids_TK).masked_fill(ids_TK < 0, 0.0)
+        return _pick(target_TS, ids_TK)
 
     @staticmethod
     def _dense_target(

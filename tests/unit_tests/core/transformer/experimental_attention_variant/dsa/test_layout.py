@@ -23,6 +23,7 @@ from megatron.core.transformer.experimental_attention_variant.dsa.layout import 
     positions,
     valid_rows,
     visible_keys,
+    zigzag_key_order,
 )
 
 
@@ -124,6 +125,31 @@ def test_the_ranks_together_hold_every_row_once(data: st.DataObject, cp_size: in
     whole = Layout.packed(documents.offsets, documents.padded_offsets)
     own = row_bounds(whole, "cpu")[1][valid_rows(whole, "cpu")] - 1
     assert sorted(seen) == own.tolist()
+
+
+@given(st.data(), st.integers(2, 8))
+def test_gathered_keys_are_put_in_order(data: st.DataObject, cp_size: int) -> None:
+    """Keys gathered over ranks come rank after rank; the order sorts them, and its inverse deals them out again."""
+    documents = data.draw(documents_for(cp_size))
+    first = documents.padded_offsets
+    dealt = [
+        first[row.document] + row.position for rank in range(cp_size) for row in brute_force(documents, cp_size, rank)
+    ]
+    permutation = zigzag_key_order(first, cp_size, "cpu")
+    assert permutation is not None
+    order, inverse = permutation
+    assert torch.tensor(dealt, dtype=torch.int64)[order].tolist() == list(range(first[-1]))
+    assert inverse.tolist() == dealt and zigzag_key_order(list(first), cp_size, "cpu")[0] is order
+
+
+def test_one_rank_needs_no_order() -> None:
+    assert zigzag_key_order((0, 5, 12), 1, "cpu") is None
+
+
+def test_keys_may_come_in_another_order_than_rows() -> None:
+    layout = Layout(4, 9, (Segment(0, 2, 5, 1), Segment(2, 4, 1, 0)))
+    assert visible_of(layout) == [{5, 6}, {5, 6, 7}, {1}, {1, 2}]
+    assert layout.key_range == (1, 8)
 
 
 @given(shards(), st.data())

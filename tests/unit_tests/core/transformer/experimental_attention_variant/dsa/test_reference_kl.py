@@ -128,6 +128,28 @@ def test_the_teacher_is_a_constant(dense: bool) -> None:
         assert not chunk.target_RN.requires_grad and (chunk.keys is not None) == dense
 
 
+@pytest.mark.usefixtures("chunked")
+@LOSSES
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_targets_are_finite_and_zero_where_nothing_is_read(name: str, dense: bool) -> None:
+    """They are summed over ranks before anybody masks them."""
+    layout, backend = LAYOUTS[name], ReferenceBackend(dsa_config())
+    attention = attention_operands(layout)
+    attention.q_THD[~valid_rows(layout, "cpu")] = torch.nan
+    attention.kv_SD[~visible_keys(layout, "cpu")] = torch.nan
+    topk = backend.select(indexer_operands(layout), layout, 5)
+    seen, rows = oracle.visible_keys_of(layout), []
+    for chunk in backend.teacher(attention, backend.attend(attention, topk, layout), topk, layout, dense):
+        for row, target_N in zip(range(*chunk.rows), chunk.target_RN, strict=True):
+            columns = range(*chunk.keys) if chunk.keys is not None else topk.indices_TK[row].tolist()
+            read = [column in seen[row] for column in columns]
+            assert target_N.dtype == torch.float64 and target_N.isfinite().all()
+            assert [bool(value > 0) for value in target_N] == read
+            torch.testing.assert_close(target_N.sum().item(), 2.0 if any(read) else 0.0)  # two heads
+            rows.append(row)
+    assert rows == list(range(layout.num_rows))
+
+
 @LOSSES
 def test_heads_with_opposite_preferences(dense: bool) -> None:
     """Two heads, 16 keys, 4 selected: the two possible teachers differ, and each loss takes its own."""
