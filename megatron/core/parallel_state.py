@@ -82,6 +82,7 @@ def build_process_groups(sizes: ParallelSizes, device_type: str) -> ProcessGroup
         edp=_group(expert_mesh["edp"]),
         world=dist.group.WORLD,
         mesh=mesh,
+        row_mesh=rows,
         expert_mesh=expert_mesh,
     )
 

@@ -24,7 +24,8 @@ class ProcessGroupCollection:
         ep: the experts of a layer.
         edp: ranks that hold the same experts; their parameters are sharded over it.
         world: every rank.
-        mesh: ``("dp", "cp", "tp")`` over the world, with ``"dp_cp"``; None in one process.
+        mesh: ``("dp", "cp", "tp")`` over the world; None in one process.
+        row_mesh: ``("dp_cp",)``, flattened out of it.
         expert_mesh: ``("edp", "ep")`` over the world.
     """
 
@@ -36,4 +37,5 @@ class ProcessGroupCollection:
     edp: ProcessGroup | None = None
     world: ProcessGroup | None = None
     mesh: DeviceMesh | None = None
+    row_mesh: DeviceMesh | None = None
     expert_mesh: DeviceMesh | None = None

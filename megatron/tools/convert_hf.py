@@ -34,6 +34,13 @@ from megatron.training.config import CheckpointConfig
 PROGRAM = "convert_hf"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
+_ONE_PROCESS = {
+    "tensor_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "sequence_parallel": False,
+}
+
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
@@ -127,11 +134,12 @@ def _record(config: MLATransformerConfig) -> dict[str, Any]:
 
 
 def _recorded_config(path: Path) -> MLATransformerConfig:
-    """The model's options in a checkpoint's config.json."""
+    """The model's options in a checkpoint's config.json, for one process: checkpoints do not depend on their number."""
     try:
         recorded = json.loads(path.read_text(encoding="utf-8"))["model"]
         known = {field.name for field in dataclasses.fields(MLATransformerConfig)}
         fields = {name: value for name, value in recorded.items() if name in known}
+        fields |= _ONE_PROCESS
         dtype = getattr(torch, str(fields.pop("params_dtype")).removeprefix("torch."))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(

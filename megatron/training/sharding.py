@@ -72,12 +72,12 @@ class ShardedCompute:
 
 def shard_model(model: GPTModel, groups: ProcessGroupCollection) -> ShardedCompute:
     """Shard a model with FP32 parameters in place; on the meta device for models that fit on no rank."""
-    assert groups.mesh is not None and groups.expert_mesh is not None
+    assert groups.mesh is not None and groups.row_mesh is not None and groups.expert_mesh is not None
     config, islands = model.config, fp32_islands(model.config)
     # By name: sharding, and giving a model memory, put other objects in the parameters' places.
     partial = frozenset(name for name, parameter in model.named_parameters() if sums_gradient_over_tp(parameter))
     _make_dtensors(model, {"tp": groups.mesh["tp"], "ep": groups.expert_mesh["ep"]})
-    rows, experts = groups.mesh["dp_cp"], groups.expert_mesh["edp"]
+    rows, experts = groups.row_mesh, groups.expert_mesh["edp"]
     for path, module in model.named_modules():
         if isinstance(module, GroupedMLP):
             _shard(module, experts, config.params_dtype)

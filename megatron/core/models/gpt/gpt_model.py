@@ -117,7 +117,7 @@ class GPTModel(MegatronModule):
             return columns[:, : self.vocab_size].unflatten(0, (batch, length))
         rows = rows_in_budget(-(-self.vocab_size // group_size(tp_group)))
         loss = chunked_cross_entropy(hidden, labels.flatten(), self.logits, rows, tp_group)
-        loss = loss.unflatten(0, (batch, length))
+        loss = loss.unflatten(0, (batch, length)).clone()  # no view: FSDP hangs its hooks on what leaves a module
         return loss if loss_mask is None else loss * loss_mask
 
     def logits(self, hidden: Tensor) -> Tensor:

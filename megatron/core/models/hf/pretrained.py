@@ -2,7 +2,8 @@
 
 Import checks everything before it writes anything: config.json, the names and shapes of all tensors, FP8 scales. Then
 tensors stream one at a time into the built model, so peak memory is the model and one tensor. Export streams the other
-way. Sharded (DTensor) parameters are left out: weights are loaded before a model is sharded.
+way. A model that is sharded over ranks takes its own parts, each rank reading for itself; it is exported by way of a
+checkpoint, which one process reads whole (``convert_hf export``).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from megatron.core.models.hf.block_fp8 import block_shape
 from megatron.core.models.hf.config_export import config_to_hf, portability_notes
 from megatron.core.models.hf.config_import import config_from_hf
 from megatron.core.models.hf.folder_writer import MAX_SHARD_BYTES, Entry, new_folder, write_json, write_tensors
+from megatron.core.models.hf.sharded import copy_into
 from megatron.core.models.hf.tensor_folder import TensorFolder, read_json
 from megatron.core.models.hf.tensor_names import Slot, tensor_slots
 from megatron.core.transformer.transformer_config import MLATransformerConfig
@@ -195,7 +198,8 @@ def save_pretrained(
 
 def _load(model: nn.Module, folder: Path, *, skip_mtp: bool, progress: bool) -> None:
     hf = read_config(folder)
-    config, tensors = _mla_config(model), _whole_tensors(model)
+    config, tensors = _mla_config(model), model.state_dict()
+    whole = {name: torch.empty(tensor.shape, device="meta") for name, tensor in tensors.items()}
     slots = list(tensor_slots(config))
     _check_all_covered(tensors, slots)
     with TensorFolder(folder, block_shape(hf)) as files:
@@ -203,13 +207,11 @@ def _load(model: nn.Module, folder: Path, *, skip_mtp: bool, progress: bool) -> 
         mtp = _mtp_tensors(shapes, config.num_layers, hf)
         if mtp:
             _report_mtp(folder, mtp, skip_mtp)
-        _check_tensors(folder, {name: shape for name, shape in shapes.items() if name not in mtp}, slots, tensors)
+        _check_tensors(folder, {name: shape for name, shape in shapes.items() if name not in mtp}, slots, whole)
         slots.sort(key=lambda slot: files.file_of(slot.hf))
         with _bar(len(slots), "import", progress) as bar:
             for slot in slots:
-                slot.part(tensors[slot.ours]).copy_(files.read(slot.hf))
-                if slot.rows is not None:
-                    tensors[slot.ours][slot.rows :].zero_()
+                copy_into(slot, tensors[slot.ours], partial(files.read, slot.hf))
                 bar.update()
 
 
@@ -233,8 +235,8 @@ def _whole_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     sharded = [name for name, tensor in tensors.items() if isinstance(tensor, DTensor)]
     if sharded:
         raise ValueError(
-            f"{len(sharded)} parameters are sharded over ranks already ({sharded[0]}, ...): import before the model "
-            "is sharded, and export from a model on one rank."
+            f"{len(sharded)} parameters are sharded over ranks ({sharded[0]}, ...), but a folder is written by one "
+            "process: save a checkpoint, and export that by python -m megatron.tools.convert_hf export."
         )
     return tensors
 

@@ -373,16 +373,20 @@ def test_fp8_scoring_leaves_the_indexers_weights_alone(tmp_path: Path) -> None:
 # ---- models that cannot be written or filled ----
 
 
-def test_sharded_parameters_are_refused(tmp_path: Path) -> None:
+def test_sharded_parameters_are_loaded_in_place_and_not_written(tmp_path: Path) -> None:
+    """Over several ranks: tests/functional_tests/test_parallel.py."""
     model = from_pretrained(FIXTURES / "a_glm_plain")
+    expected = model.decoder.final_layernorm.weight.detach().clone()
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         norm = model.decoder.final_layernorm
         norm.weight = torch.nn.Parameter(distribute_tensor(norm.weight.data, init_device_mesh("cpu", (1,))))
         with pytest.raises(ValueError, match="1 parameters are sharded .*final_layernorm"):
             save_pretrained(model, tmp_path / "out")
-        with pytest.raises(ValueError, match="import before the model is sharded"):
-            load_hf_weights(model, FIXTURES / "a_glm_plain")
+        with torch.no_grad():
+            norm.weight.zero_()
+        load_hf_weights(model, FIXTURES / "a_glm_plain")
+        assert torch.equal(norm.weight.to_local(), expected)
     finally:
         torch.distributed.destroy_process_group()
 
