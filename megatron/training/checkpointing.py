@@ -13,6 +13,10 @@ also looks for.
 The learning-rate schedule, the data and Python's own random numbers have no saved state: the first two are
 functions of the step and of the consumed samples, and nothing draws from the third. Optimizer moments of parameters
 that did not train then are missing and start fresh; moments of parameters that do not train now are ignored.
+
+Several processes write one checkpoint, each its own shards, into a directory that all of them see; the first one does
+what is to be done once. What a checkpoint holds does not depend on how many they were: names and shapes are those of
+one process, and any other number reads its own parts. State that ranks hold alike is compared before it is written.
 """
 
 from __future__ import annotations
@@ -33,8 +37,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, TensorStorageMetadata
 
+from megatron.core.process_groups import ProcessGroupCollection
 from megatron.training.config import CheckpointConfig
 from megatron.training.optimizer import load_optimizer_state, optimizer_state, trained_parameters
+from megatron.training.ranks import flat_tensors, on_first_rank, require_equal_replicas
 
 LATEST = "latest_checkpointed_iteration.txt"
 _UNFINISHED = ".unfinished_"
@@ -73,15 +79,15 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer,
     config: CheckpointConfig,
     run_config: dict[str, Any],
+    groups: ProcessGroupCollection | None = None,
 ) -> Path:
-    """Save atomically (see the module docstring) and return the checkpoint's directory.
+    """Save atomically (see the module docstring) and return the checkpoint's directory; every rank calls it.
 
     Raises:
-        OSError: the disk is full, or will not take it.
+        OSError: the disk is full, or will not take it; raised on all ranks.
+        ValueError: ranks hold different values of what should be the same.
     """
-    root.mkdir(parents=True, exist_ok=True)
-    for leftover in root.glob(f"{_UNFINISHED}*"):
-        shutil.rmtree(leftover)
+    on_first_rank(lambda: _clear(root))
     final = step_directory(root, progress.step)
     unfinished = root / f"{_UNFINISHED}{final.name}"
     state: dict[str, Any] = {"model": model.state_dict()}
@@ -89,13 +95,25 @@ def save_checkpoint(
         state["optimizer"] = optimizer_state(model, optimizer)
     if config.save_rng:
         state["rng"] = _rng_state()
+    if groups is not None:
+        require_equal_replicas(dict(flat_tensors(state)), groups)
     _write(unfinished, state)
-    _write_json(unfinished / "config.json", run_config)
-    _write_json(unfinished / "run.json", asdict(progress) | {"torch": torch.__version__})
-    _sync_directory(unfinished)
-    _publish(unfinished, final)
-    _replace_text(root / LATEST, str(progress.step))
+
+    def complete() -> None:
+        _write_json(unfinished / "config.json", run_config)
+        _write_json(unfinished / "run.json", asdict(progress) | {"torch": torch.__version__})
+        _sync_directory(unfinished)
+        _publish(unfinished, final)
+        _replace_text(root / LATEST, str(progress.step))
+
+    on_first_rank(complete)
     return final
+
+
+def _clear(root: Path) -> None:
+    root.mkdir(parents=True, exist_ok=True)
+    for leftover in root.glob(f"{_UNFINISHED}*"):
+        shutil.rmtree(leftover)
 
 
 def _write(path: Path, state: STATE_DICT_TYPE) -> None:
