@@ -67,6 +67,19 @@ class Console:
             self._bar = None
 
 
+class SilentConsole(Console):
+    """What the other processes of a run have: the first one speaks for all."""
+
+    def __init__(self) -> None:
+        self._bar = None
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """Show nothing."""
+
+    def say(self, sentence: str) -> None:
+        """Print nothing."""
+
+
 def _terminal_width() -> int:
     """Columns of the terminal; 0 where it does not know, as in many containers."""
     try:

@@ -23,6 +23,7 @@ from megatron.training.checkpointing import Checkpoint, Progress, find_checkpoin
 from megatron.training.compute_params import ComputeParams, as_fp32, fp32_islands
 from megatron.training.data.build import Datasets, build_datasets
 from megatron.training.optimizer import build_optimizer
+from megatron.training.ranks import rank, world_size
 from megatron.training.sharding import ShardedCompute, materialize, shard_model
 from megatron.training.step import Engine
 from megatron.training.tokenizer import Tokenizer
@@ -30,7 +31,15 @@ from megatron.training.validate import require_memory
 
 # Groups of options that decide what is learned; the others may differ from start to start.
 _COMPARED_GROUPS = ("model", "data", "optimizer", "training")
-_STOPPING = {"exit_interval", "exit_duration_in_mins"}
+_FREE = {
+    "exit_interval",
+    "exit_duration_in_mins",
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "sequence_parallel",
+    "cp_comm_type",
+}
 
 
 @dataclass
@@ -54,8 +63,7 @@ def prepare(config: PretrainConfig, tokenizer: Tokenizer, device: torch.device) 
     datasets = build_datasets(config.data, _dataset_sizes(config), tokenizer)
     if datasets[0] is None and not config.training.skip_train:
         raise ValueError("The training set is empty: give it a share of --split, or name --train-data-path.")
-    world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    sizes = ParallelSizes.of(config.model, world)
+    sizes = ParallelSizes.of(config.model, world_size())
     require_memory(config.model, device, sizes)
     torch.manual_seed(config.data.seed)
     if config.model.deterministic_mode:
@@ -138,7 +146,7 @@ def changed_options(saved: Mapping[str, Any], present: Mapping[str, Any]) -> lis
     changes = []
     for group in _COMPARED_GROUPS:
         before, now = saved.get(group, {}), present[group]
-        names = [name for name in now if name in before and name not in _STOPPING and before[name] != now[name]]
+        names = [name for name in now if name in before and name not in _FREE and before[name] != now[name]]
         changes += [f"{name} {before[name]} -> {now[name]}" for name in names]
     return changes
 
@@ -149,5 +157,5 @@ def _initial_weights(config: PretrainConfig, engine: Engine) -> list[str]:
     empty = [] if options.load is None else [f"{options.load} holds no checkpoint yet: training starts from scratch."]
     if options.load_hf is None:
         return empty
-    load_hf_weights(engine.model, options.load_hf, skip_mtp=options.skip_mtp, progress=True)
+    load_hf_weights(engine.model, options.load_hf, skip_mtp=options.skip_mtp, progress=rank() == 0)
     return [f"Weights come from {options.load_hf}.", *portability_notes(config.model)]

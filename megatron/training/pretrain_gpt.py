@@ -1,7 +1,8 @@
 """Train a GPT: ``python -m megatron.training.pretrain_gpt --help``, or the same under torchrun.
 
 Exit codes: 0 done, or stopped as asked; 1 stopped by a loss that is not finite; 2 a command line, data file or
-checkpoint that cannot be used, said in one sentence before anything is created.
+checkpoint that cannot be used, said in one sentence before anything is created. Of several processes under torchrun,
+one that fails ends at once, and torchrun ends the others.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from megatron.training.arguments import PROGRAM, PretrainConfig, parse_args
 from megatron.training.config import DistributedConfig
 from megatron.training.prepare import prepare
+from megatron.training.ranks import leave, rank, report_crash, wait_for_the_first, world_size
 from megatron.training.trainer import Trainer
 from megatron.training.validate import complete, device_of
 
@@ -56,9 +58,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             trainer = start(parse_args(sys.argv[1:] if arguments is None else arguments), stack)
         except (ValueError, OSError) as error:
-            print(f"{PROGRAM}: {error}", file=sys.stderr)
-            return 2
-        return trainer.run()
+            wait_for_the_first()
+            where = f"rank {rank()}: " if world_size() > 1 else ""
+            print(f"{PROGRAM}: {where}{error}", file=sys.stderr)
+            return leave(2)
+        try:
+            return leave(trainer.run())
+        except Exception as error:
+            if world_size() == 1:
+                raise
+            report_crash(error)
+            return leave(1)
 
 
 if __name__ == "__main__":

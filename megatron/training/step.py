@@ -40,7 +40,18 @@ from megatron.training.sharding import ShardedCompute
 
 
 class RunStopped(RuntimeError):
-    """The run cannot go on; the message is a sentence without its end."""
+    """The run cannot go on; the message is a sentence without its end.
+
+    ``local`` says that one rank of several found it, so that the others do not know.
+    """
+
+    local = False
+
+
+class RankStopped(RunStopped):
+    """A ``RunStopped`` that one rank alone knows of."""
+
+    local = True
 
 
 class NonFiniteError(RunStopped):

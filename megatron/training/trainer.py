@@ -4,6 +4,9 @@
 evaluates, saves and reports. The order after each step is: evaluate, log, save, stop. So the metrics of every saved
 step are on disk before its checkpoint counts.
 
+Of several processes each runs the same steps on its own rows. The first one writes figures and reports; what decides
+about the run (figures, a signal, the clock) is settled among all before anyone acts on it.
+
 Every evaluation sees the same first samples of its set, whatever was consumed before, so its figures are comparable
 and a resume does not move them. Evaluation draws no random numbers.
 """
@@ -11,14 +14,17 @@ and a resume does not move them. Evaluation draws no random numbers.
 from __future__ import annotations
 
 import dataclasses
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from megatron.core.tensor_parallel.mappings import group_rank, group_size
 from megatron.training.checkpointing import Checkpoint, save_checkpoint
-from megatron.training.console import Console
+from megatron.training.config import LoggingConfig
+from megatron.training.console import Console, SilentConsole
 from megatron.training.data.batch import Batch
 from megatron.training.data.build import SampleDataset
 from megatron.training.data.sampler import batches
@@ -26,10 +32,19 @@ from megatron.training.dsa_health import MassProbe
 from megatron.training.flops import peak_flops, training_flops
 from megatron.training.metrics import METRICS_FILE, MetricsWriter, read_metrics
 from megatron.training.prepare import Prepared, config_record
+from megatron.training.ranks import largest, rank, world_size
 from megatron.training.report import CURVE_FILE, SUMMARY_FILE, describe, plot_curves, write_summary
 from megatron.training.scheduler import learning_rate
 from megatron.training.signals import StopRequest, stop_requests
-from megatron.training.step import NonFiniteError, RunStopped, StepResult, evaluate, train_step, workload
+from megatron.training.step import (
+    NonFiniteError,
+    RankStopped,
+    RunStopped,
+    StepResult,
+    evaluate,
+    train_step,
+    workload,
+)
 
 
 class Trainer:
@@ -43,15 +58,23 @@ class Trainer:
         micro_batch_size = config.training.micro_batch_size
         assert train_iters is not None and batch_size is not None and micro_batch_size is not None
         self.train_iters, self.batch_size, self.micro_batch_size = train_iters, batch_size, micro_batch_size
+        self.dp_rank, self.dp_size = group_rank(prepared.engine.groups.dp), group_size(prepared.engine.groups.dp)
         self.log_dir = next((Path(p) for p in (config.logging.log_dir, config.checkpoint.save) if p), None)
+        rows_are_whole = group_size(prepared.engine.groups.tp) * group_size(prepared.engine.groups.cp) == 1
         self.topk = config.model.dsa_indexer_topk if config.model.experimental_attention_variant else None
+        self.measures_mass = self.topk is not None and rows_are_whole
         self.peak = peak_flops(self.engine.device)
         self.saved_step = -1
         self.record = config_record(config)
-        self.metrics = MetricsWriter(config.logging, self.log_dir, self.progress.step + 1, self.record)
-        self.console = Console(self.progress.step, train_iters, config.logging.log_interval)
+        self.speaks = rank() == 0
+        logging, log_dir = (config.logging, self.log_dir) if self.speaks else (LoggingConfig(), None)
+        self.metrics = MetricsWriter(logging, log_dir, self.progress.step + 1, self.record)
+        console = Console(self.progress.step, train_iters, config.logging.log_interval) if self.speaks else None
+        self.console = console or SilentConsole()
         for notice in (*config.notices, *prepared.notices):
             self.console.say(notice)
+        if self.topk is not None and not rows_are_whole:
+            self.console.say("The attention mass is not measured where ranks share out heads or rows.")
 
     def run(self) -> int:
         """Train, evaluate and report; returns the exit code."""
@@ -62,7 +85,11 @@ class Trainer:
                 self._finish()
             return 0
         except RunStopped as error:
-            self.console.say(f"{error}: training stops; {self._advice()}.")
+            sentence = f"{error}: training stops; {self._advice()}."
+            if error.local and world_size() > 1:
+                print(f"rank {rank()}: {sentence}", file=sys.stderr, flush=True)
+            else:
+                self.console.say(sentence)
             return 1
         finally:
             self.console.close()
@@ -103,21 +130,25 @@ class Trainer:
 
     def _stop_reason(self, request: StopRequest, started: float) -> str | None:
         training = self.config.training
-        if request.received is not None:
-            return request.received
-        if self._due(training.exit_interval):
-            return f"--exit-interval {training.exit_interval}"
         minutes = training.exit_duration_in_mins
-        if minutes is not None and time.monotonic() - started > 60 * minutes:
-            return f"--exit-duration-in-mins {minutes:g}"
-        return None
+        reasons = {
+            f"--exit-duration-in-mins {minutes or 0:g}": minutes is not None
+            and time.monotonic() - started > 60 * minutes,
+            f"--exit-interval {training.exit_interval}": self._due(training.exit_interval),
+            "SIGINT": request.received == "SIGINT",
+            "SIGTERM": request.received == "SIGTERM",
+        }
+        # The last reason that holds, of any rank: all stop after the same step.
+        number = max((place for place, holds in enumerate(reasons.values(), 1) if holds), default=0)
+        number = largest(number, self.engine.groups, self.engine.device)
+        return list(reasons)[number - 1] if number else None
 
     def _step(self, stream: Iterator[Batch]) -> dict[str, Any]:
         start = time.perf_counter()
         micro_batches = self._read(stream)
         interval = self.config.logging.dsa_log_mass_interval
         step = self.progress.step + 1
-        measured = self.topk is not None and interval > 0 and (step % interval == 0 or step in (1, self.train_iters))
+        measured = self.measures_mass and interval > 0 and (step % interval == 0 or step in (1, self.train_iters))
         probe = MassProbe(self.config.logging.dsa_log_mass_rows) if measured else None
         rate = learning_rate(self.config.optimizer, self.progress.step, self.train_iters)
         try:
@@ -126,15 +157,16 @@ class Trainer:
             raise NonFiniteError(f"{error} at step {step}") from None
         self.progress.step = step
         self.progress.consumed_samples += self.batch_size
+        # Documents are cut alike on all data-parallel ranks in the mean; this rank's work stands for each of them.
         work = workload(micro_batches, self.topk)
-        flops = training_flops(self.config.model, work)
-        return self._figures(result, rate, time.perf_counter() - start, work.tokens, flops)
+        flops = training_flops(self.config.model, work) * self.dp_size / world_size()
+        return self._figures(result, rate, time.perf_counter() - start, work.tokens * self.dp_size, flops)
 
     def _read(self, stream: Iterator[Batch]) -> list[Batch]:
         try:
-            return list(islice(stream, self.batch_size // self.micro_batch_size))
+            return list(islice(stream, self.batch_size // (self.micro_batch_size * self.dp_size)))
         except (OSError, ValueError) as error:
-            raise RunStopped(f"The data of step {self.progress.step + 1} cannot be read ({error})") from error
+            raise RankStopped(f"The data of step {self.progress.step + 1} cannot be read ({error})") from error
 
     def _figures(self, result: StepResult, rate: float, seconds: float, tokens: int, flops: float) -> dict[str, Any]:
         losses, masses = result.indexer_losses, result.attention_mass
@@ -155,7 +187,8 @@ class Trainer:
 
     def _batches(self, dataset: SampleDataset | None, consumed: int) -> Iterator[Batch]:
         assert dataset is not None
-        return batches(dataset, consumed, self.micro_batch_size, num_workers=self.config.data.num_workers)
+        workers = self.config.data.num_workers
+        return batches(dataset, consumed, self.micro_batch_size, self.dp_rank, self.dp_size, workers)
 
     # ---- evaluation, saving, reporting ----
 
@@ -163,7 +196,7 @@ class Trainer:
         dataset = self.datasets[1 if split == "valid" else 2]
         if dataset is None:
             return {}
-        probe = MassProbe(self.config.logging.dsa_log_mass_rows) if self.topk is not None else None
+        probe = MassProbe(self.config.logging.dsa_log_mass_rows) if self.measures_mass else None
         loss, masses = evaluate(self.engine, self._batches(dataset, 0), probe)
         return {f"{split}_lm_loss": loss, f"{split}_dsa_attention_mass": _mean(masses)}
 
@@ -174,7 +207,8 @@ class Trainer:
         self.metrics.sync()
         progress, engine = dataclasses.replace(self.progress), self.engine
         try:
-            path = save_checkpoint(Path(options.save), progress, engine.model, engine.optimizer, options, self.record)
+            what = progress, engine.model, engine.optimizer, options, self.record, engine.groups
+            path = save_checkpoint(Path(options.save), *what)
         except OSError as error:
             raise RunStopped(f"The checkpoint of step {progress.step} cannot be saved ({error})") from error
         self.saved_step, self.last_good = progress.step, Checkpoint(path, progress)
@@ -186,6 +220,10 @@ class Trainer:
         held_out = {key.removeprefix(f"{split}_"): value for key, value in self._evaluate(split).items()}
         held_out["split"] = "test" if split == "test" else "validation"
         self.console.close()
+        if self.speaks:
+            self._report(held_out)
+
+    def _report(self, held_out: dict[str, Any]) -> None:
         records: list[dict[str, Any]] = []
         if self.log_dir is not None:
             records = read_metrics(self.log_dir / METRICS_FILE)
