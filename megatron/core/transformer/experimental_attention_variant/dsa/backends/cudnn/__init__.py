@@ -16,7 +16,7 @@ from ...layout import Layout
 from ..protocol import Attended, AttentionInputs, IndexerInputs, TeacherChunk, TopK
 from . import capability, loss, topk
 from .attention import attend
-from .scoring import BYTE_BUDGET, to_operands
+from .scoring import BYTE_BUDGET, scoring_operands
 
 
 class CudnnBackend:
@@ -39,7 +39,7 @@ class CudnnBackend:
     @torch.no_grad()
     def select(self, indexer: IndexerInputs, layout: Layout, k: int) -> TopK:
         with_scores = self.config.loss_enabled and self.config.use_sparse_loss
-        return topk.select(to_operands(indexer), layout, k, with_scores, self.byte_budget)
+        return topk.select(scoring_operands(indexer, self.config), layout, k, with_scores, self.byte_budget)
 
     def attend(self, attention: AttentionInputs, topk: TopK, layout: Layout) -> Attended:
         return attend(attention, topk, self.config.kv_lora_rank)
@@ -65,4 +65,4 @@ class CudnnBackend:
     def _selected_scores(self, indexer: IndexerInputs, selected: TopK, layout: Layout) -> Tensor:
         if selected.scores_TK is not None:
             return selected.scores_TK
-        return topk.scores_of(to_operands(indexer), layout, selected.indices_TK, self.byte_budget)
+        return topk.scores_of(scoring_operands(indexer, self.config), layout, selected.indices_TK, self.byte_budget)

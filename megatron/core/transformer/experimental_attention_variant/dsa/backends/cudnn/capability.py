@@ -21,6 +21,7 @@ FRONTEND_PACKAGE = "nvidia-cudnn-frontend"
 FRONTEND_MINIMUM = (1, 32)
 INDEXER_HEAD_DIM = 128
 MAX_INDEXER_HEADS = 64
+FP8_INDEXER_HEADS = (32, 64)
 LATENT_WIDTH = 512
 ROPE_WIDTHS = (0, 64)
 MAX_TOPK = 2048
@@ -44,7 +45,6 @@ def _shape_reason(config: DSAConfig) -> str | None:
             " or ".join(map(str, ROPE_WIDTHS)),
         ),
         (config.scoring_relu, "dsa_indexer_scoring_relu", config.scoring_relu, "True"),
-        (config.scoring_precision == "bf16", "dsa_indexer_scoring_precision", config.scoring_precision, "'bf16'"),
     )
     for holds, option, value, limit in limits:
         if not holds:
@@ -52,6 +52,11 @@ def _shape_reason(config: DSAConfig) -> str | None:
                 f"dsa_kernel_backend='cudnn' cannot run {option}={value!r}: its kernels take {limit}; change the "
                 "option, or set dsa_kernel_backend='none'."
             )
+    if config.scoring_precision == "fp8" and config.n_heads not in FP8_INDEXER_HEADS:
+        return (
+            f"dsa_indexer_scoring_precision='fp8' cannot run dsa_indexer_n_heads={config.n_heads}: its kernel takes "
+            f"{' or '.join(map(str, FP8_INDEXER_HEADS))} heads; score in 'bf16'."
+        )
     return None
 
 
@@ -86,10 +91,12 @@ def _package_reason(config: DSAConfig) -> str | None:
             "dsa_kernel_backend='cudnn' runs sparse attention on FlashMLA, which is not installed: "
             "pip install 'sgl-flash-mla>=1.0'."
         )
-    if config.loss_enabled and find_spec("triton") is None:
+    fp8 = config.scoring_precision == "fp8"
+    if (config.loss_enabled or fp8) and find_spec("triton") is None:
+        needs = "scoring_precision='fp8'" if fp8 else f"loss_coeff={config.loss_coeff}"
         return (
-            f"dsa_indexer_loss_coeff={config.loss_coeff} needs Triton with dsa_kernel_backend='cudnn', which is not "
-            "installed: pip install triton."
+            f"dsa_indexer_{needs} needs Triton with dsa_kernel_backend='cudnn', which is not installed: pip install "
+            "triton."
         )
     return None
 

@@ -25,6 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...quantization import Quantized
+
 SCORING_HEADS = (16, 32, 64)
 FORWARD_HEADS = (64, 128)
 BACKWARD_HEADS = (16, 32, 64, 128)
@@ -56,12 +58,20 @@ class IndexerGrads(NamedTuple):
     dk_SD: Tensor
 
 
-def score_segments(q_RID: Tensor, k_SD: Tensor, w_RI: Tensor, segments: Segments) -> Tensor:
+def score_segments(q_RID: Tensor | Quantized, k_SD: Tensor | Quantized, w_RI: Tensor, segments: Segments) -> Tensor:
     """FP32 scores ``[R, max_k]`` of each row against its own segment's keys, -inf past the causal limit.
+
+    In FP8 the head weights hold the queries' scales already: FP32 weights tell the kernel so.
 
     With 32 heads and a causal offset of 1 or 2 modulo 4 a few rows also show a future key or two, so readers go by
     lengths, never by -inf.
     """
+    scales: dict[str, Any] = {}
+    if isinstance(q_RID, Quantized):
+        assert isinstance(k_SD, Quantized)
+        scales = {"precision": "fp8", "q_scale": aligned(q_RID.scale), "k_scale": aligned(k_SD.scale).unsqueeze(1)}
+        q_RID, k_SD = q_RID.values, k_SD.values
+    assert isinstance(q_RID, Tensor) and isinstance(k_SD, Tensor)
     heads = _next_of(SCORING_HEADS, q_RID.shape[1])
     result = _dsa().indexer_forward_wrapper(
         _pad_heads(q_RID, heads),
@@ -73,6 +83,7 @@ def score_segments(q_RID: Tensor, k_SD: Tensor, w_RI: Tensor, segments: Segments
         max_seqlen_q=segments.max_q,
         max_seqlen_k=segments.max_k,
         q_causal_offsets=segments.causal_offsets,
+        **scales,
     )
     scores: Tensor = result["scores"]
     return scores

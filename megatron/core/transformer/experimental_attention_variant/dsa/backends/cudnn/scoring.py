@@ -3,8 +3,8 @@
 Legend: T rows, S keys, I indexer heads, D head width, R rows of one call.
 
 ``score`` is the only caller of the scoring kernel; selection, the dense loss and replay all go through it. Precision
-is the operands' type: plain tensors are rounded to BF16 by ``to_operands``, whatever dtype carried them, and the head
-weights stay FP32.
+is the operands' type: tensors rounded to BF16, whatever dtype carried them, or FP8 codes with their scales
+(``Quantized``); the head weights stay FP32.
 
 A ``Plan`` cuts a layout into calls once a microbatch (cached, with its device vectors sent in one copy). A segment
 whose scores exceed the byte budget is cut by rows, and each piece reads only the keys that its last row sees. Smaller
@@ -18,7 +18,7 @@ same keys twice) the call gathers its own copy, 256 bytes a key.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -27,8 +27,11 @@ from math import isqrt
 import torch
 from torch import Tensor
 
+from ...config import DSAConfig
 from ...layout import Layout, Segment
-from ..protocol import IndexerInputs
+from ...precision import quantize_operands
+from ...quantization import Quantized, quantize_e4m3
+from ..protocol import IndexerInputs, QuantizedInputs
 from .frontend import BYTES_A_CELL, MAX_SEGMENTS_A_CALL, Segments, score_segments
 
 BYTE_BUDGET = 2 * 2**30
@@ -63,8 +66,16 @@ class Plan:
     covers_all_rows: bool
 
 
+def scoring_operands(indexer: IndexerInputs, config: DSAConfig) -> IndexerInputs | QuantizedInputs:
+    """q and k in the precision that ``config`` scores in; contiguous, without gradients."""
+    if config.scoring_precision != "fp8":
+        return to_operands(indexer)
+    quantize = _quantizer(indexer.q_TID.device)
+    return quantize_operands(indexer, config.fp8_scale_format, config.fp8_check_finite, quantize)
+
+
 def to_operands(indexer: IndexerInputs) -> IndexerInputs:
-    """q and k rounded to what they are scored in; contiguous, without gradients."""
+    """q and k rounded to BF16, which is what trains; contiguous, without gradients."""
     return IndexerInputs(
         indexer.q_TID.detach().to(torch.bfloat16).contiguous(),
         indexer.k_SD.detach().to(torch.bfloat16).contiguous(),
@@ -72,17 +83,14 @@ def to_operands(indexer: IndexerInputs) -> IndexerInputs:
     )
 
 
-def score(operands: IndexerInputs, call: Call) -> Tensor:
+def score(operands: IndexerInputs | QuantizedInputs, call: Call) -> Tensor:
     """FP32 scores ``[R, max_k]`` of a call's rows, column 0 being each row's first key.
 
     What lies past a row's last visible key is not specified: go by lengths.
     """
-    if isinstance(call.keys, Tensor):
-        k_SD = operands.k_SD.index_select(0, call.keys)
-    else:
-        k_SD = operands.k_SD[slice(*call.keys)]
     rows = slice(call.start, call.stop)
-    return score_segments(operands.q_TID[rows], k_SD, operands.w_TI[rows], call.segments)
+    keys = call.keys if isinstance(call.keys, Tensor) else slice(*call.keys)
+    return score_segments(_take(operands.q_TID, rows), _take(operands.k_SD, keys), operands.w_TI[rows], call.segments)
 
 
 @lru_cache(maxsize=_CACHED_PLANS)
@@ -114,6 +122,27 @@ def split_rows(segment: Segment, cells: int) -> Iterator[Segment]:
         stop = min(start + rows, segment.row_stop)
         yield Segment(start, stop, segment.key_start, seen)
         start = stop
+
+
+def _quantizer(device: torch.device) -> Callable[[Tensor, str, bool], Quantized]:
+    if device.type != "cuda":
+        return quantize_e4m3
+    from . import quantize  # needs Triton
+
+    return quantize.quantize_e4m3
+
+
+def _take(operand: Tensor | Quantized, at: slice | Tensor) -> Tensor | Quantized:
+    """Rows of an operand, as a view where they follow one another."""
+    if isinstance(operand, Quantized):
+        values, scale = _take(operand.values, at), _take(operand.scale, at)
+        assert isinstance(values, Tensor) and isinstance(scale, Tensor)
+        return Quantized(values, scale)
+    if isinstance(at, slice):
+        return operand[at]
+    if operand.dtype == torch.float8_e4m3fn:  # has no gather of its own
+        return operand.view(torch.uint8).index_select(0, at).view(operand.dtype)
+    return operand.index_select(0, at)
 
 
 def _groups(layout: Layout, cells: int) -> Iterator[tuple[list[Segment], int]]:

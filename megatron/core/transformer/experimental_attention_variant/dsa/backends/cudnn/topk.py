@@ -12,14 +12,16 @@ import torch
 from torch import Tensor
 
 from ...layout import Layout, row_bounds
-from ..protocol import IndexerInputs, TopK
+from ..protocol import IndexerInputs, QuantizedInputs, TopK
 from . import frontend
 from .scoring import Call, plan, score
 
 
-def select(operands: IndexerInputs, layout: Layout, k: int, with_scores: bool, byte_budget: int) -> TopK:
+def select(
+    operands: IndexerInputs | QuantizedInputs, layout: Layout, k: int, with_scores: bool, byte_budget: int
+) -> TopK:
     """The ``k`` best visible keys of each row (see the protocol); scores are kept only if asked for."""
-    device = operands.q_TID.device
+    device = operands.w_TI.device
     starts_T, ends_T = row_bounds(layout, device)
     visible_T = ends_T - starts_T
     planned = plan(layout, device, byte_budget)
@@ -42,9 +44,11 @@ def select(operands: IndexerInputs, layout: Layout, k: int, with_scores: bool, b
     return TopK(indices_TK, visible_T.clamp(max=k), scores_TK)
 
 
-def scores_of(operands: IndexerInputs, layout: Layout, indices_TK: Tensor, byte_budget: int) -> Tensor:
+def scores_of(
+    operands: IndexerInputs | QuantizedInputs, layout: Layout, indices_TK: Tensor, byte_budget: int
+) -> Tensor:
     """FP32 scores ``[T, K]`` of given ids (replay): the same numbers that selecting them would have given."""
-    device = operands.q_TID.device
+    device = operands.w_TI.device
     starts_T, _ = row_bounds(layout, device)
     scores_TK = torch.zeros(indices_TK.shape, dtype=torch.float32, device=device)
     for call in plan(layout, device, byte_budget).calls:

@@ -53,7 +53,7 @@ def check_tensor(name: str, x: Tensor, dtypes: Any, ndim: int, contiguous: bool 
     require(x.data_ptr() % ALIGN_BYTES == 0, f"{name} must be {ALIGN_BYTES}-byte aligned")
 
 
-BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
+BF16, FP32, FP8, INT32 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int32
 
 
 class Emulator:
@@ -69,12 +69,34 @@ class Emulator:
         self.compiled.add((name, *key))
 
     def indexer_forward_wrapper(  # noqa: PLR0913
-        self, q, k, w, ratio=4, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q_causal_offsets
+        self,
+        q,
+        k,
+        w,
+        ratio=4,
+        *,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        q_causal_offsets,
+        precision="bf16",
+        q_scale=None,
+        k_scale=None,
     ):
-        check_tensor("q", q, BF16, 3)
-        check_tensor("k", k, BF16, 3)
+        require(precision in ("bf16", "fp8"), f"precision must be 'bf16' or 'fp8', got {precision!r}")
+        fp8 = precision == "fp8"
+        check_tensor("q", q, FP8 if fp8 else BF16, 3)
+        check_tensor("k", k, FP8 if fp8 else BF16, 3)
         check_tensor("w", w, (BF16, FP32), 2)
         heads = q.shape[1]
+        if fp8:
+            require(heads in (32, 64), "FP8 scoring takes 32 or 64 heads")
+            check_tensor("q_scale", q_scale, FP32, 2)
+            check_tensor("k_scale", k_scale, FP32, 2)
+            require(q_scale.shape == q.shape[:2] and k_scale.shape == k.shape[:2], "one scale a head and a key")
+        else:
+            require(q_scale is None and k_scale is None, "scales are only valid with precision='fp8'")
         require(ratio == 1, "only ratio 1 is emulated")
         require(heads in (16, 32, 64) and q.shape[2] == k.shape[2] == 128 and k.shape[1] == 1, "heads or head_dim")
         require(w.shape == q.shape[:2], "w must be [rows, heads]")
@@ -87,12 +109,15 @@ class Emulator:
         require(cu_q[0] == 0 and cu_q[-1] == q.shape[0] and cu_k[0] == 0 and cu_k[-1] <= k.shape[0], "offsets")
         require(max(b - a for a, b in zip(cu_q, cu_q[1:], strict=False)) <= max_seqlen_q, "max_seqlen_q")
         require(max(b - a for a, b in zip(cu_k, cu_k[1:], strict=False)) <= max_seqlen_k, "max_seqlen_k")
-        self._note("indexer_forward", w.dtype, heads)
+        self._note("indexer_forward", q.dtype, w.dtype, heads)
         self.score_cells.append((q.shape[0], max_seqlen_k))
         scores = torch.full((q.shape[0], max_seqlen_k), -torch.inf)
         for i, offset in enumerate(offsets):
             rows, keys = slice(cu_q[i], cu_q[i + 1]), slice(cu_k[i], cu_k[i + 1])
-            part = index_scores(q[rows], k[keys, 0], w[rows])
+            # FP32 weights are the caller's word that they hold q_scale; BF16 ones are multiplied here.
+            weights = w[rows].float() * q_scale[rows] if fp8 and w.dtype == BF16 else w[rows]
+            part = index_scores(q[rows], k[keys, 0], weights)
+            part = part * k_scale[keys, 0] if fp8 else part
             shown = shown_keys(part.shape[0], part.shape[1], offset, heads)
             scores[rows, : part.shape[1]] = part.masked_fill(~shown, -torch.inf)
         return {"scores": scores}

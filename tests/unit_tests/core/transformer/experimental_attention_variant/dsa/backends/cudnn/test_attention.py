@@ -26,17 +26,17 @@ def compare(stage: Stage, heads: int, topk: TopK, layout: Layout, seed: int = 0)
         assert float(mine.abs().max()) == pytest.approx(float(theirs.abs().max()), rel=0.05)
 
 
-@pytest.mark.parametrize("heads", [1, 8, 48, 65, 129, 192, 256])
+@pytest.mark.parametrize("heads", [1, 8, 48, 65, 129, 192])
 @pytest.mark.parametrize("loss", ["sparse", "dense"])
 def test_any_number_of_heads(heads: int, loss: str, stage: Stage) -> None:
-    case = Case("packed", loss, heads, 16, 64, torch.bfloat16)
-    check_case(CudnnBackend(case.config()), case, Layout.packed((0, 20, 90)), stage)
+    case = Case("packed", loss, heads, 16, 24, torch.bfloat16)
+    check_case(CudnnBackend(case.config()), case, Layout.packed((0, 7, 40)), stage)
 
 
 def test_without_a_rotary_part(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cases, "WIDTH", cases.LATENT)
     case = Case("packed", "dense", 64, 16, 64, torch.bfloat16)
-    check_case(CudnnBackend(case.config()), case, Layout.packed((0, 20, 90)), stage)
+    check_case(CudnnBackend(case.config()), case, Layout.packed((0, 7, 40)), stage)
 
 
 def popular_keys(rows: int, k: int, disjoint: bool, device: torch.device) -> TopK:
