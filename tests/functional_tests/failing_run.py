@@ -1,0 +1,43 @@
+"""``pretrain_gpt`` whose rank 1 fails in a given step: ``-m tests.functional_tests.failing_run HOW STEP FLAGS``."""
+
+import os
+import signal
+import sys
+from typing import Any
+
+from megatron.training import trainer
+from megatron.training.pretrain_gpt import main
+
+
+def _fail(how: str) -> None:
+    if how == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "raises":
+        raise RuntimeError("the lamp went out")
+    raise OSError("the disk went away")
+
+
+def _break(how: str, step: int) -> None:
+    calls, original = [0], trainer.train_step
+
+    def train_step(*arguments: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == step and os.environ["RANK"] == "1" and how != "cannot-read":
+            _fail(how)
+        return original(*arguments)
+
+    trainer.train_step = train_step
+    stream_of = trainer.batches
+
+    def batches(*arguments: Any) -> Any:
+        for number, batch in enumerate(stream_of(*arguments), 1):
+            if number == 2 * step and os.environ["RANK"] == "1" and how == "cannot-read":
+                _fail(how)
+            yield batch
+
+    trainer.batches = batches
+
+
+if __name__ == "__main__":
+    _break(sys.argv[1], int(sys.argv[2]))
+    sys.exit(main(sys.argv[3:]))

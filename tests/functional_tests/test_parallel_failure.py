@@ -1,0 +1,56 @@
+"""Two processes under torchrun: when one fails all end within a minute, the cause on top, and a resume is exact."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.functional_tests.runs import TINY, figures, spawn
+from tests.functional_tests.test_resume import saved_tensors
+
+TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2"
+RUN = [
+    *TINY,
+    *"--device cpu --tensor-model-parallel-size 2 --sequence-parallel --train-iters 6 --save-interval 2".split(),
+]
+
+
+def run(program: str, *flags: str | Path) -> tuple[int, str, float]:
+    """Exit code, stderr and seconds of a run by two processes."""
+    started = time.monotonic()
+    process = spawn(*flags, base=[], launcher=[*TORCHRUN.split(), "-m", *program.split(), *RUN])
+    message = process.communicate(timeout=300)[1]
+    return process.returncode, message, time.monotonic() - started
+
+
+def test_a_run_whose_rank_was_killed_resumes_as_if_nothing_had_been(tmp_path: Path) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    code, message, _ = run("megatron.training.pretrain_gpt", "--save", whole)
+    assert code == 0, message
+    code, message, seconds = run("tests.functional_tests.failing_run dies 4", "--save", broken)
+    assert code != 0 and seconds < 90, message
+    assert len(figures(broken)) == 3
+    code, message, _ = run("megatron.training.pretrain_gpt", "--save", broken, "--load", broken)
+    assert code == 0 and "after step 2" in message, message
+    assert figures(broken) == figures(whole)
+    expected, found = saved_tensors(whole / "iter_0000006"), saved_tensors(broken / "iter_0000006")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+FAILURES = [
+    ("raises", "rank 1: RuntimeError: the lamp went out"),
+    ("cannot-read", "rank 1: The data of step 3 cannot be read (the disk went away): training stops"),
+]
+
+
+@pytest.mark.parametrize(("how", "cause"), FAILURES)
+def test_the_first_cause_stands_on_top(tmp_path: Path, how: str, cause: str) -> None:
+    code, message, seconds = run(f"tests.functional_tests.failing_run {how} 3", "--save", tmp_path)
+    assert code != 0 and seconds < 90
+    assert cause in message, message
+    consequences = [message.find(sign) for sign in ("rank 0: ", "Connection closed", "ChildFailedError")]
+    assert all(message.index(cause) < place for place in consequences if place >= 0), message
