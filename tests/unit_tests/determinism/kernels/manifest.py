@@ -46,7 +46,7 @@ TRITON = "dsa/backends/cudnn"
 MANIFEST: dict[str, Dispatch] = {
     # ---- library kernels ----
     f"{FRONTEND}:score_segments": Dispatch(
-        ("indexer_forward_wrapper",), "79d1be8ea3ac", f"{REPLAY}::test_selection_and_its_scores"
+        ("indexer_forward_wrapper",), "c1df9bcb104b", f"{REPLAY}::test_selection_and_its_scores"
     ),
     f"{FRONTEND}:top_k": Dispatch(("indexer_top_k_wrapper",), "71d47a390712", f"{REPLAY}::test_top_k_among_ties"),
     f"{FRONTEND}:_flash_forward": Dispatch(
@@ -91,11 +91,11 @@ MANIFEST: dict[str, Dispatch] = {
         ("triton.jit",), "3b8d0f74466a", f"{REPLAY}::test_indexer_backward_spread"
     ),
     # ---- gathers and scatters ----
-    f"{TRITON}/scoring.py:score": Dispatch(
-        ("index_select",), "378323a88f7d", f"{REPLAY}::test_scores_of_a_replayed_selection"
+    f"{TRITON}/scoring.py:_take": Dispatch(
+        ("index_select",), "210472ebdad3", f"{REPLAY}::test_scores_of_a_replayed_selection"
     ),
     f"{TRITON}/topk.py:scores_of": Dispatch(
-        ("gather",), "19a47909b882", f"{REPLAY}::test_scores_of_a_replayed_selection"
+        ("gather",), "de8b4ce57637", f"{REPLAY}::test_scores_of_a_replayed_selection"
     ),
     "dsa/reference.py:select": Dispatch(("gather",), "e1612aa2c7c3", TRAINING),
     "dsa/reference.py:selected_mask": Dispatch(("scatter_",), "c64a6ac91358", TRAINING),
