@@ -196,9 +196,11 @@ class Spy(reference.ReferenceBackend):
         self.attended_with_scores = topk.scores_TK is not None
         return super().attend(attention, topk, layout)
 
-    def teacher(self, *args: Any) -> Iterator[Any]:
+    def teacher(self, attention: Any, attended: Any, *args: Any) -> Iterator[Any]:
         self.calls.append("teacher")
-        yield from super().teacher(*args)
+        # Constants for any backend, also for one whose teacher would not stop gradients itself.
+        assert not any(t.requires_grad for t in (attention.q_THD, attention.kv_SD, *attended))
+        yield from super().teacher(attention, attended, *args)
 
     def indexer_loss(self, indexer: Any, target: Any, topk: Any, layout: Any, dense: bool) -> Any:
         self.calls.append("indexer_loss")
@@ -276,6 +278,49 @@ def test_evaluation_and_training_select_alike() -> None:
     attention = build_attention(model_config())
     trained = run(attention, layer_inputs(29))
     assert torch.equal(run(attention.eval(), layer_inputs(29)), trained)
+
+
+def test_every_projection_is_called_and_called_once() -> None:
+    """Hooks, sharded storage and adapters hang on the call; reading a weight would pass them by."""
+    attention = build_attention(model_config())
+    assert attention.indexer is not None
+    calls: list[str] = []
+    for name, module in attention.indexer.named_children():
+        if list(module.parameters()):
+            module.register_forward_hook(lambda *_, name=name: calls.append(name))
+    run(attention, layer_inputs(29).leaves()).sum().backward()
+    assert sorted(calls) == ["k_norm", "linear_weights_proj", "linear_wk", "linear_wq_b"]
+
+
+def test_an_evaluation_in_inference_mode_may_come_first() -> None:
+    attention, layout = build_attention(model_config()), Layout.packed((0, 6, 29))
+    with torch.inference_mode():
+        evaluated = run(attention.eval(), layer_inputs(29), layout)
+    trained = run(attention.train(), layer_inputs(29).leaves(), layout)
+    trained.sum().backward()
+    assert torch.equal(trained, evaluated) and len(indexer_gradients(attention)) == 5
+
+
+@LOSSES
+def test_a_bf16_layer_stays_near_the_fp64_one(sparse: bool) -> None:
+    options = {"use_sparse_loss": sparse, "scoring_precision": "bf16", "topk": 40}  # all keys: no set can differ
+    results = []
+    for dtype in (torch.bfloat16, torch.float64):
+        attention = build_attention(model_config(params_dtype=dtype, **options))
+        with torch.no_grad():
+            for parameter in attention.parameters():
+                parameter.copy_(parameter.bfloat16())
+        inputs = Inputs(*(t.bfloat16().to(dtype) for t in layer_inputs(29))).leaves()
+        losses = LossTracker()
+        output = run(attention, inputs, losses=losses)
+        output.sum().backward()
+        assert output.dtype == inputs.query.grad.dtype == inputs.key.grad.dtype == dtype
+        assert losses.kl_sums[1].dtype == torch.promote_types(dtype, torch.float32)
+        gradients = indexer_gradients(attention)
+        assert {gradient.dtype for gradient in gradients.values()} == {dtype}
+        results.append([output, losses.kl_sums[1], inputs.query.grad, inputs.key.grad, *gradients.values()])
+    for rough, exact in zip(*results, strict=True):
+        assert (rough.double() - exact).norm() < 0.03 * exact.norm()
 
 
 # ---- rows with nothing to see ----
