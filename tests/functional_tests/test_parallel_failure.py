@@ -12,10 +12,10 @@ from tests.functional_tests.runs import TINY, figures, spawn
 from tests.functional_tests.test_resume import saved_tensors
 
 TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2"
-RUN = [
-    *TINY,
-    *"--device cpu --tensor-model-parallel-size 2 --sequence-parallel --train-iters 6 --save-interval 2".split(),
-]
+FLAGS = "--device cpu --tensor-model-parallel-size 2 --sequence-parallel --train-iters 6 --save-interval 2"
+RUN = [*TINY, *FLAGS.split()]
+# A minute from the failure on; the start of two processes on a busy machine comes before it.
+LIMIT = 120
 
 
 def run(program: str, *flags: str | Path) -> tuple[int, str, float]:
@@ -31,7 +31,7 @@ def test_a_run_whose_rank_was_killed_resumes_as_if_nothing_had_been(tmp_path: Pa
     code, message, _ = run("megatron.training.pretrain_gpt", "--save", whole)
     assert code == 0, message
     code, message, seconds = run("tests.functional_tests.failing_run dies 4", "--save", broken)
-    assert code != 0 and seconds < 90, message
+    assert code != 0 and seconds < LIMIT, message
     assert len(figures(broken)) == 3
     code, message, _ = run("megatron.training.pretrain_gpt", "--save", broken, "--load", broken)
     assert code == 0 and "after step 2" in message, message
@@ -50,7 +50,7 @@ FAILURES = [
 @pytest.mark.parametrize(("how", "cause"), FAILURES)
 def test_the_first_cause_stands_on_top(tmp_path: Path, how: str, cause: str) -> None:
     code, message, seconds = run(f"tests.functional_tests.failing_run {how} 3", "--save", tmp_path)
-    assert code != 0 and seconds < 90
+    assert code != 0 and seconds < LIMIT
     assert cause in message, message
     consequences = [message.find(sign) for sign in ("rank 0: ", "Connection closed", "ChildFailedError")]
     assert all(message.index(cause) < place for place in consequences if place >= 0), message
