@@ -241,6 +241,9 @@ class DSAConfig:
         )
 
     def _check_parallelism(self) -> None:
+        for name in ("tensor_model_parallel_size", "context_parallel_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} is no number of ranks: use 1 or more.")
         tp, cp = self.tensor_model_parallel_size, self.context_parallel_size
         if cp > 1 and self.cp_comm_type != "allgather":
             raise ValueError(

@@ -118,6 +118,11 @@ GATES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"deterministic_mode": True, "kernel_backend": "cudnn", "loss_coeff": 0.5},
         ("deterministic_mode=True", "dsa_indexer_loss_coeff=0.5", "indexer_backward (dk)", "deterministic_mode=False"),
     ),
+    "no tensor-parallel ranks": (
+        {"tensor_model_parallel_size": 0},
+        ("tensor_model_parallel_size=0", "no number of ranks", "use 1 or more"),
+    ),
+    "negative context-parallel ranks": ({"context_parallel_size": -2}, ("context_parallel_size=-2", "use 1 or more")),
     "ring of keys": (
         {"context_parallel_size": 2, "cp_comm_type": "p2p"},
         ("context_parallel_size=2", "cp_comm_type is 'p2p'", "cp_comm_type='allgather'"),
