@@ -1,8 +1,8 @@
 """DeepSeek Sparse Attention: lightning indexer, top-k selection, sparse MLA attention and the indexer's KL loss.
 
 ``attention.py`` reads like the paper; ``reference.py`` is the specification; ``backends/`` holds the kernels;
-``layout.py``
-says who sees what. Everything but ``attention.py`` and ``indexer.py`` depends on torch and this folder alone.
+``layout.py`` says who sees what. Everything but ``attention.py`` and ``indexer.py`` depends on torch and this folder
+alone.
 """
 
 from .config import DSAConfig

@@ -5,10 +5,8 @@
     w = weights_proj(x) * n_heads^-0.5 * head_dim^-0.5
 
 q_latent arrives *after* its RMSNorm. An optional Hadamard rotation follows RoPE. The head weights are upcast to FP32
-right
-after their projection and nothing rounds them again. q and k travel in the model's dtype, or in FP32 from the key norm
-on
-with ``rope_fp32``; what they are scored in is the scoring boundary's business (``precision.py``).
+right after their projection and nothing rounds them again. q and k travel in the model's dtype, or in FP32 from the key
+norm on with ``rope_fp32``; what they are scored in is the scoring boundary's business (``precision.py``).
 """
 
 from __future__ import annotations
@@ -42,8 +40,7 @@ class IndexerKeyNorm(nn.Module):
     """LayerNorm of the indexer's keys.
 
     With ``dsa_indexer_k_norm_fp32`` the parameters are FP32, whatever the model's dtype; with
-    ``dsa_indexer_rope_fp32`` the
-    result is FP32 too.
+    ``dsa_indexer_rope_fp32`` the result is FP32 too.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float) -> None:

@@ -7,8 +7,7 @@ is back-propagated is
     coeff * grad_scale * (KL sum of this rank's rows) / normalizer
 
 and gradients are only ever summed over microbatches and ranks. ``normalizer`` is the loss tokens of the global batch
-with
-``calculate_per_token_loss``; else the valid rows of the microbatch over its context-parallel ranks, times the
+with ``calculate_per_token_loss``; else the valid rows of the microbatch over its context-parallel ranks, times the
 microbatches, times the data-parallel ranks. ``grad_scale`` is whatever multiplies the main loss (a loss scaler).
 
 Logging keeps one detached KL sum a layer; a recomputed forward writes the same entry again, so it counts once.
