@@ -88,10 +88,10 @@ class DSAttention(nn.Module):
         kv_SD, operands = self.shards.gather_keys(rows.kv_SD, operands, context)
         attention = AttentionInputs(rows.q_THD, kv_SD, self.softmax_scale)
         own, topk = self._select(topk, operands, context)
-        attended = self.backend.attend(attention, topk, context.layout)
-        out_THV = attended.out_THV
+        out_THV, _ = attended = self.backend.attend(attention, topk, context.layout)
         if trains and operands is not None:
-            out_THV = attach_loss(out_THV, self._indexer_loss(operands, attention, attended, own, topk, context))
+            loss = self._indexer_loss(operands.with_fp32_keys(), attention, attended, own, topk, context)
+            out_THV = attach_loss(out_THV, loss)
         if up_v_weight is not None:
             out_THV = torch.einsum("thc,hvc->thv", out_THV, up_v_weight)
         return rows.restore(out_THV.flatten(1))

@@ -48,6 +48,11 @@ class IndexerInputs:
         """The same keys, queried by rows ``[start, stop)``."""
         return IndexerInputs(self.q_TID[start:stop], self.k_SD, self.w_TI[start:stop])
 
+    def with_fp32_keys(self) -> IndexerInputs:
+        """The same numbers, whose keys add up the gradients of many chunks in FP32 (FP64 keys stay so)."""
+        wide = torch.promote_types(self.k_SD.dtype, torch.float32)
+        return IndexerInputs(self.q_TID, self.k_SD.to(wide), self.w_TI)
+
 
 @dataclass(frozen=True, eq=False)
 class QuantizedInputs:
@@ -130,7 +135,8 @@ class TeacherChunk(NamedTuple):
     Attributes:
         rows: half-open range of one tensor-parallel rank's indexer rows.
         keys: half-open range of keys that the columns are (dense loss), or None where they are the selected keys.
-        target_RN: FP32 ``[tensor-parallel ranks * rows, K or keys]``, rank 0's rows first.
+        target_RN: FP32 ``[tensor-parallel ranks * rows, K or keys]``, rank 0's rows first. Columns that a row does not
+            see hold anything, and ``indexer_loss`` may overwrite it.
     """
 
     rows: tuple[int, int]
