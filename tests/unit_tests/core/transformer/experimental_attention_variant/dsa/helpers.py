@@ -181,3 +181,20 @@ def layer_inputs(rows: int, seed: int = 50, dtype: torch.dtype = torch.float64, 
 
 def context_for(layout: Layout, losses: LossTracker | None = None) -> ForwardContext:
     return ForwardContext(layout, positions(layout, "cpu"), TopKCache(), losses or LossTracker())
+
+
+# 21 tokens in three documents (and an empty one), padded to 29 rows.
+PADDED = Layout.packed((0, 9, 10, 10, 21), (0, 11, 12, 15, 29))
+
+
+def run(attention: DSAttention, inputs: Inputs, layout: Layout = PADDED, **options: Any) -> Tensor:
+    losses = options.pop("losses", None)
+    output: Tensor = attention(
+        inputs.query, inputs.key, x=inputs.x, qr=inputs.qr, context=context_for(layout, losses), **options
+    )
+    return output
+
+
+def indexer_gradients(attention: DSAttention) -> dict[str, Tensor]:
+    assert attention.indexer is not None
+    return {name: p.grad.clone() for name, p in attention.indexer.named_parameters() if p.grad is not None}

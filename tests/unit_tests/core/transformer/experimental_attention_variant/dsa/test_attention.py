@@ -1,17 +1,14 @@
-"""``DSAttention``: the whole layer against NumPy, its edge to Megatron, its loss, and what it must not do.
+"""``DSAttention``: the whole layer against NumPy, its loss, and what it must not do.
 
 Faults of others, by kind: a teacher that runs although the loss is off, gradients of q, k and w that are allocated and
 saved for nothing, an indexer that claims to train and gets no gradient, gradients that grow with the number of
-microbatches, gradients of the loss that leak into the backbone, masks that are ignored instead of refused, rows with
-nothing to see. Cannot occur here: quiet fallbacks (a backend is named, and ``unsupported`` is an error when the layer
-is built; held below), reads of projection weights past the module call (no ``.weight`` of a linear is read).
+microbatches, gradients of the loss that leak into the backbone, reads of projection weights past the module call, rows
+with nothing to see. The layer's edge to Megatron has a file of its own, ``test_attention_edge``.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,36 +16,30 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.experimental_attention_variant.dsa import (
     DSAttention,
-    DSAttentionSubmodules,
     Layout,
     LossTracker,
     reference,
 )
 from megatron.core.transformer.experimental_attention_variant.dsa.backends.protocol import AttentionInputs
 from megatron.core.transformer.experimental_attention_variant.dsa.layout import valid_rows
-from megatron.core.transformer.forward_context import ForwardContext
 
 from . import oracle
-from .helpers import LATENT, Inputs, build_attention, context_for, draw, layer_inputs, model_config
+from .helpers import (
+    LATENT,
+    PADDED,
+    Inputs,
+    build_attention,
+    context_for,
+    draw,
+    indexer_gradients,
+    layer_inputs,
+    model_config,
+    run,
+)
 
-LAYOUT = Layout.packed((0, 9, 10, 10, 21), (0, 11, 12, 15, 29))
 LOSSES = pytest.mark.parametrize("sparse", [True, False], ids=["sparse", "dense"])
-
-
-def run(attention: DSAttention, inputs: Inputs, layout: Layout = LAYOUT, **options: Any) -> Tensor:
-    losses = options.pop("losses", None)
-    output: Tensor = attention(
-        inputs.query, inputs.key, x=inputs.x, qr=inputs.qr, context=context_for(layout, losses), **options
-    )
-    return output
-
-
-def indexer_gradients(attention: DSAttention) -> dict[str, Tensor]:
-    assert attention.indexer is not None
-    return {name: p.grad.clone() for name, p in attention.indexer.named_parameters() if p.grad is not None}
 
 
 def expected_pass(attention: DSAttention, config: Any, inputs: Inputs, dense: bool) -> tuple[Any, ...]:
@@ -59,7 +50,7 @@ def expected_pass(attention: DSAttention, config: Any, inputs: Inputs, dense: bo
     q, k, w = oracle.indexer(weights, config, inputs.x.detach().numpy(), inputs.qr.detach().numpy(), at)
     query, kv, scale = inputs.query.detach().numpy(), inputs.key.detach().numpy(), attention.softmax_scale
     outputs, chosen, keys, targets = [], [], [], []
-    for t, visible in enumerate(oracle.visible_keys_of(LAYOUT)):
+    for t, visible in enumerate(oracle.visible_keys_of(PADDED)):
         ids = oracle.best(oracle.index_scores(q[t], k, w[t]), visible, 5)
         outputs.append(oracle.attend(query[t], kv, ids, scale, LATENT)[0])
         chosen.append(ids)
@@ -251,7 +242,7 @@ def test_without_a_loss_there_is_no_teacher(name: str) -> None:
         torch.autograd.graph.saved_tensors_hooks(lambda t: alone.append(t) or t, lambda t: t),
     ):
         attended = reference.ReferenceBackend(attention.dsa).attend(
-            AttentionInputs(inputs.query, inputs.key, attention.softmax_scale), topk, LAYOUT
+            AttentionInputs(inputs.query, inputs.key, attention.softmax_scale), topk, PADDED
         )
     assert sorted(map(tuple_of, saved)) == sorted(map(tuple_of, alone)) and (len(saved) > 0) == grad
     assert torch.equal(attended.out_THV.flatten(1), output)
@@ -260,7 +251,7 @@ def test_without_a_loss_there_is_no_teacher(name: str) -> None:
 def operands_of(attention: DSAttention, inputs: Inputs) -> tuple[Any, Layout, int]:
     assert attention.indexer is not None
     with torch.no_grad():
-        return attention.indexer(inputs.x, inputs.qr, context_for(LAYOUT).positions_T), LAYOUT, attention.dsa.topk
+        return attention.indexer(inputs.x, inputs.qr, context_for(PADDED).positions_T), PADDED, attention.dsa.topk
 
 
 def tuple_of(t: Tensor) -> tuple[Any, ...]:
@@ -329,7 +320,7 @@ def test_a_bf16_layer_stays_near_the_fp64_one(sparse: bool) -> None:
 @LOSSES
 def test_padding_rows_output_zero_and_add_nothing(sparse: bool) -> None:
     """Whatever finite values padding holds, outputs, loss and every gradient are the same, and 0 on padding."""
-    padding_T = ~valid_rows(LAYOUT, "cpu")
+    padding_T = ~valid_rows(PADDED, "cpu")
     results = []
     for filler in (0.0, 1e4):
         attention, inputs, losses = (
@@ -362,144 +353,3 @@ def test_nothing_but_padding_is_a_step_without_gradients(layout: Layout, sparse:
     assert output.shape == (layout.num_rows, 2 * LATENT) and output.eq(0).all() and losses.kl_sums[1] == 0
     assert all(gradient.eq(0).all() for gradient in indexer_gradients(attention).values())
     assert inputs.query.grad.eq(0).all() and inputs.key.grad.eq(0).all()
-
-
-# ---- Megatron's edge ----
-
-
-def test_sbhd_equals_token_major() -> None:
-    """``[s, b, h, d]`` in, ``[s, b, h * v]`` out, the same numbers in another order; gradients too."""
-    batch, length, flat = 3, 7, layer_inputs(21)
-
-    def to_sbhd(t: Tensor) -> Tensor:
-        return t.unflatten(0, (batch, length)).transpose(0, 1).contiguous()
-
-    shaped = Inputs(to_sbhd(flat.query), to_sbhd(flat.key).unsqueeze(2), to_sbhd(flat.x), to_sbhd(flat.qr)).leaves()
-    up_v, attentions = draw(2, 3, LATENT, seed=9), [build_attention(model_config()) for _ in range(2)]
-    flat = flat.leaves()
-    expected = run(attentions[0], flat, Layout.causal(batch, length), up_v_weight=up_v)
-    actual = attentions[1](shaped.query, shaped.key, x=shaped.x, qr=shaped.qr, up_v_weight=up_v)
-    assert actual.shape == (length, batch, 2 * 3)
-    assert torch.equal(actual.transpose(0, 1).flatten(0, 1), expected)
-    expected.sin().sum().backward()
-    actual.sin().sum().backward()
-    for a, b in ((shaped.query.grad, flat.query.grad), (shaped.key.grad.squeeze(2), flat.key.grad)):
-        torch.testing.assert_close(a.transpose(0, 1).flatten(0, 1), b, rtol=1e-12, atol=1e-14)
-    for a, b in zip(*(indexer_gradients(attention).values() for attention in attentions), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
-
-
-THD_SHAPES = {
-    "t h d": (lambda q: q, lambda t: t, lambda t: t),
-    "t h d and t 1 d": (lambda q: q, lambda t: t[:, None], lambda t: t[:, None]),
-    "t 1 h d": (lambda q: q[:, None], lambda t: t[:, None, None], lambda t: t[:, None]),
-}
-
-
-@pytest.mark.parametrize("name", THD_SHAPES)
-def test_packed_rows_in_every_shape_of_megatron(name: str) -> None:
-    query_shape, key_shape, row_shape = THD_SHAPES[name]
-    inputs, attention = layer_inputs(29), build_attention(model_config())
-    expected = run(attention, inputs)
-    packed = PackedSeqParams.from_offsets((0, 9, 10, 10, 21), (0, 11, 12, 15, 29))
-    actual = attention(
-        query_shape(inputs.query),
-        key_shape(inputs.key),
-        x=row_shape(inputs.x),
-        qr=row_shape(inputs.qr),
-        packed_seq_params=packed,
-    )
-    assert actual.shape == ((29, 1, 2 * LATENT) if name == "t 1 h d" else (29, 2 * LATENT))
-    assert torch.equal(actual.reshape(29, -1), expected)
-
-
-def test_the_value_projection_leaves_the_latent() -> None:
-    inputs, attention, up_v = layer_inputs(29), build_attention(model_config()), draw(2, 3, LATENT, seed=9)
-    latent = run(attention, inputs).unflatten(-1, (2, LATENT))
-    projected = torch.stack([latent[:, h] @ up_v[h].T for h in range(2)], dim=1)
-    torch.testing.assert_close(run(attention, inputs, up_v_weight=up_v), projected.flatten(1))
-
-
-def test_the_default_scale_is_that_of_whole_heads() -> None:
-    config = model_config()
-    assert build_attention(config).softmax_scale == (4 + 4) ** -0.5
-    given = DSAttention(config, DSAttentionSubmodules(indexer=lambda **_: torch.nn.Linear(1, 1)), 1, softmax_scale=0.5)
-    assert given.softmax_scale == 0.5
-
-
-REFUSED_CALLS: dict[str, tuple[dict[str, Any], str]] = {
-    "a value": ({"value": torch.zeros(29, 2, 3)}, "pass None for the three"),
-    "a mask": ({"attention_mask": torch.ones(29, 29)}, "packed_seq_params"),
-    "a bias": ({"attention_bias": torch.zeros(1)}, "got a value, an attention_mask or an attention_bias"),
-    "no x": ({"x": None}, "no x or no qr"),
-    "no qr": ({"qr": None}, "pass the layer's input and the normed query latent"),
-    "no causality": ({"attn_mask_type": SimpleNamespace(name="no_mask")}, "attn_mask_type=no_mask"),
-    "an arbitrary mask": ({"attn_mask_type": "arbitrary"}, "use causal or padding_causal"),
-    "short offsets": (
-        {"packed_seq_params": PackedSeqParams.from_offsets((0, 9, 20))},
-        r"one row of 20 tokens, but the input is \[1, 29\]",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED_CALLS)
-def test_what_a_layout_cannot_say_is_refused(name: str) -> None:
-    changed, message = REFUSED_CALLS[name]
-    inputs, attention = layer_inputs(29), build_attention(model_config())
-    with pytest.raises(ValueError, match=message) as caught:
-        attention(inputs.query, inputs.key, **({"x": inputs.x, "qr": inputs.qr} | changed))
-    assert str(caught.value).endswith(".") and "\n" not in str(caught.value)
-
-
-def test_a_packed_batch_of_several_rows_is_refused() -> None:
-    inputs, attention = layer_inputs(28), build_attention(model_config())
-    packed = PackedSeqParams.from_offsets((0, 14))
-    shaped = [t.unflatten(0, (2, 14)).transpose(0, 1) for t in inputs]
-    with pytest.raises(ValueError, match=r"the input is \[2, 14\]: flatten the batch into one packed row"):
-        attention(shaped[0], shaped[1], x=shaped[2], qr=shaped[3], packed_seq_params=packed)
-
-
-@pytest.mark.parametrize("mask_type", [None, "causal", SimpleNamespace(name="padding_causal")], ids=str)
-def test_causal_mask_types_are_accepted(mask_type: Any) -> None:
-    inputs, attention = layer_inputs(29), build_attention(model_config())
-    assert torch.equal(run(attention, inputs, attn_mask_type=mask_type), run(attention, inputs))
-
-
-def test_construction_refuses_what_would_be_ignored() -> None:
-    config, submodules = model_config(), DSAttentionSubmodules(indexer=lambda **_: torch.nn.Linear(1, 1))
-    with pytest.raises(ValueError, match="attention_dropout=0.1"):
-        DSAttention(config, submodules, 1, attention_dropout=0.1)
-    with pytest.raises(ValueError, match="attn_mask_type=no_mask"):
-        DSAttention(config, submodules, 1, attn_mask_type=SimpleNamespace(name="no_mask"))
-    DSAttention(config, submodules, 1, SimpleNamespace(name="causal"), "self", 0.0)
-
-
-def test_a_backend_that_cannot_run_fails_when_the_layer_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    reason = "dsa_indexer_topk=5 is odd: use a multiple of 64."
-    monkeypatch.setattr(reference.ReferenceBackend, "unsupported", staticmethod(lambda config, device: reason))
-    with pytest.raises(ValueError, match=reason):
-        build_attention(model_config())
-
-
-def test_layers_that_reuse_own_no_indexer() -> None:
-    config = model_config(topk_freq=3)
-    layers = {number: build_attention(config, number) for number in (1, 2, 3, 4)}
-    assert [layers[n].indexer is None for n in (1, 2, 3, 4)] == [False, True, True, False]
-    assert not list(layers[2].parameters())
-    with pytest.raises(ValueError, match="Layer 2 reuses the keys of layer 1, which did not run in this pass"):
-        run(layers[2], layer_inputs(29))
-
-
-def test_a_layer_copies_after_use() -> None:
-    attention, inputs = build_attention(model_config()), layer_inputs(29)
-    expected = run(attention, inputs.leaves())
-    expected.sum().backward()
-    assert torch.equal(run(copy.deepcopy(attention), inputs), expected)
-
-
-def test_the_context_is_made_where_none_is_given() -> None:
-    context = ForwardContext.build(2, 5, None, "cpu")
-    assert context.layout == Layout.causal(2, 5) and context.positions_T.tolist() == [*range(5), *range(5)]
-    assert context.topk_cache.get(1) is None and context.losses.normalizer is None
-    packed = ForwardContext.build(1, 16, PackedSeqParams.from_offsets((0, 5, 12), (0, 8, 16)), "cpu")
-    assert packed.layout == Layout.packed((0, 5, 12), (0, 8, 16))

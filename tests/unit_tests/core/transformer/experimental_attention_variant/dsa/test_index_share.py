@@ -14,77 +14,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from megatron.core.transformer.experimental_attention_variant.dsa import (
-    DSAttention,
-    Layout,
-    LossTracker,
-    TopKCache,
-    record_topk,
-    replay_topk,
-)
-from megatron.core.transformer.experimental_attention_variant.dsa.backends.protocol import TopK
-from megatron.core.transformer.experimental_attention_variant.dsa.layout import row_bounds
-from megatron.core.transformer.experimental_attention_variant.dsa.reference import ReferenceBackend
-from megatron.core.transformer.forward_context import ForwardContext
-from megatron.core.transformer.transformer_config import MLATransformerConfig
+from megatron.core.transformer.experimental_attention_variant.dsa import Layout, LossTracker, TopKCache, record_topk
 
-from . import oracle
-from .helpers import LATENT, ROPE, build_attention, context_for, draw, model_config, randomize
+from .helpers import context_for
+from .sharing_model import LAYOUTS, Model, assert_equal, count_selections, microbatch, other_keys
 
-# Layers 1, 2 and 5 select; 3 and 4 reuse layer 2's keys.
-PATTERN: dict[str, Any] = {"num_layers": 5, "topk_freq": 3, "skip_topk_offset": 2, "topk": 3}
-LAYOUTS = {"batch": Layout.causal(2, 7), "packed": Layout.packed((0, 5, 12), (0, 6, 14))}
 LOSSES = pytest.mark.parametrize("sparse", [True, False], ids=["sparse", "dense"])
-
-
-class Layer(nn.Module):
-    def __init__(self, config: MLATransformerConfig, number: int) -> None:
-        super().__init__()
-        self.project = nn.Linear(24, 2 * (LATENT + ROPE) + LATENT + ROPE + 10, dtype=torch.float64)
-        self.attention = build_attention(config, number)
-        self.output = nn.Linear(2 * LATENT, 24, dtype=torch.float64)
-
-    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        query, key, qr = self.project(x).split((2 * (LATENT + ROPE), LATENT + ROPE, 10), dim=-1)
-        attended = self.attention(query.unflatten(-1, (2, -1)), key, x=x, qr=qr, context=context)
-        return x + self.output(attended).sin()
-
-
-class Model(nn.Module):
-    """Layers of a model, with or without activation recompute."""
-
-    def __init__(self, recompute: bool = False, **options: Any) -> None:
-        super().__init__()
-        self.config, self.recompute = model_config(**(PATTERN | options)), recompute
-        self.layers = nn.ModuleList(Layer(self.config, n + 1) for n in range(self.config.num_layers))
-        randomize(self, seed=7)
-
-    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        for layer in self.layers:
-            x = checkpoint(layer, x, context, use_reentrant=False) if self.recompute else layer(x, context)
-        return x
-
-    def gradients(self) -> dict[str, Tensor]:
-        return {name: p.grad.clone() for name, p in self.named_parameters() if p.grad is not None}
-
-    def selecting(self) -> list[int]:
-        return [layer.attention.layer_number for layer in self.layers if layer.attention.indexer is not None]
-
-
-def microbatch(number: int, rows: int = 14) -> Tensor:
-    return draw(rows, 24, seed=1000 + number)
-
-
-def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert actual.keys() == expected.keys() and actual
-    different = [name for name in actual if not torch.equal(actual[name], expected[name])]
-    assert not different, different
 
 
 def one_after_another(layout: Layout, **options: Any) -> tuple[dict[str, Tensor], list[LossTracker]]:
@@ -139,18 +78,6 @@ def test_each_microbatch_selects_once(recompute: bool, monkeypatch: pytest.Monke
     for output in [model(microbatch(n), context_for(LAYOUTS["batch"])) for n in range(2)]:
         output.sum().backward()
     assert len(calls) == 2 * len(model.selecting()) == 6
-
-
-def count_selections(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    calls: list[int] = []
-    select = ReferenceBackend.select
-
-    def counted(self: ReferenceBackend, *args: Any) -> TopK:
-        calls.append(1)
-        return select(self, *args)
-
-    monkeypatch.setattr(ReferenceBackend, "select", counted)
-    return calls
 
 
 def test_a_recomputed_loss_is_logged_and_back_propagated_once() -> None:
@@ -218,204 +145,6 @@ def test_a_context_and_its_selections_die_with_the_pass() -> None:
     del context
     gc.collect()
     assert all(reference() is None for reference in held)
-
-
-# ---- recorder ----
-
-
-def test_the_recorder_holds_what_each_layer_selected() -> None:
-    model, layout = Model(), LAYOUTS["packed"]
-    with record_topk(model) as record:
-        assert record == {}
-        model(microbatch(0), context_for(layout))
-    assert sorted(record) == model.selecting() == [1, 2, 5]
-    starts, ends = row_bounds(layout, "cpu")
-    for topk in record.values():
-        assert topk.scores_TK is None and topk.indices_TK.shape == (14, 3) and topk.indices_TK.dtype == torch.int32
-        assert topk.length_T.tolist() == (ends - starts).clamp(max=3).tolist()
-        assert not topk.indices_TK.requires_grad
-    first = model.layers[0]
-    with torch.no_grad():
-        operands = first.attention.indexer(
-            microbatch(0), first.project(microbatch(0))[:, -10:], context_for(layout).positions_T
-        )
-        assert torch.equal(
-            record[1].indices_TK, ReferenceBackend(model.config.dsa_config()).select(operands, layout, 3)[0]
-        )
-
-
-def test_a_later_pass_replaces_entries_and_the_block_ends() -> None:
-    model, layout = Model(), LAYOUTS["batch"]
-    records = []
-    for number in range(2):
-        with record_topk(model) as record:
-            model(microbatch(number), context_for(layout))
-        records.append(dict(record))
-    with record_topk(model) as record:
-        model(microbatch(0), context_for(layout))
-        model(microbatch(1), context_for(layout))
-    model(microbatch(0), context_for(layout))  # outside of the block
-    for number in model.selecting():
-        assert torch.equal(record[number].indices_TK, records[1][number].indices_TK)
-        assert not torch.equal(records[0][number].indices_TK, records[1][number].indices_TK)
-
-
-def test_recompute_records_nothing() -> None:
-    """F1 F2 B1: layer 1 of the first microbatch runs again, after the second one was recorded."""
-    model, layout = Model(recompute=True), LAYOUTS["batch"]
-    with record_topk(model) as expected:
-        model(microbatch(1), context_for(layout))
-    with record_topk(model) as record:
-        first, _ = (model(microbatch(n), context_for(layout)) for n in range(2))
-        first.sum().backward()
-    for number in model.selecting():
-        assert torch.equal(record[number].indices_TK, expected[number].indices_TK)
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_recording_changes_no_output(training: bool) -> None:
-    model = Model().train(training)
-    expected = model(microbatch(0), context_for(LAYOUTS["batch"]))
-    with record_topk(model):
-        assert torch.equal(model(microbatch(0), context_for(LAYOUTS["batch"])), expected)
-
-
-def test_the_recorder_refuses() -> None:
-    model = Model()
-    with record_topk(model) as record:
-        with pytest.raises(ValueError, match="being recorded already: leave that record_topk block first"):
-            with record_topk(model.layers[1]):
-                pass
-        model(microbatch(0), context_for(LAYOUTS["batch"]))
-    assert sorted(record) == [1, 2, 5]  # the refused block took nothing away
-    for block in (record_topk(nn.Linear(1, 1)), replay_topk(nn.Linear(1, 1), {}), record_topk(model.layers[2])):
-        with pytest.raises(ValueError, match="no DSA layer that selects keys"), block:
-            pass
-
-
-def test_blocks_end_with_an_error() -> None:
-    model = Model()
-    with record_topk(model) as record:
-        model(microbatch(0), context_for(LAYOUTS["batch"]))
-    for block in (record_topk(model), replay_topk(model, record)):
-        with pytest.raises(KeyError), block:
-            raise KeyError
-    assert all(m.recorder is None and m.replayed is None for m in model.modules() if isinstance(m, DSAttention))
-
-
-# ---- replay ----
-
-
-def other_keys(layout: Layout, k: int = 3) -> TopK:
-    """Keys that no indexer would select: the earliest visible ones, at most ``k`` and at least two steps apart."""
-    starts, ends = (bound.tolist() for bound in row_bounds(layout, "cpu"))
-    rows = [list(range(a, b))[::2][:k] for a, b in zip(starts, ends, strict=True)]
-    ids = torch.tensor([row + [-1] * (k - len(row)) for row in rows], dtype=torch.int32)
-    return TopK(ids, torch.tensor([len(row) for row in rows], dtype=torch.int32), None)
-
-
-def record_of(model: Model, layout: Layout) -> dict[int, TopK]:
-    return {number: other_keys(layout) for number in model.selecting()}
-
-
-@pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
-def test_replaying_ones_own_keys_changes_no_bit(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, layout = Model().train(training), LAYOUTS["packed"]
-    results: list[dict[str, Tensor]] = []
-    with record_topk(model) as record:
-        output = model(microbatch(0), context_for(layout))
-    output.sum().backward()
-    results.append({"output": output} | model.gradients())
-    model.zero_grad()
-    calls = count_selections(monkeypatch)
-    with replay_topk(model, record):
-        output = model(microbatch(0), context_for(layout))
-    output.sum().backward()
-    results.append({"output": output} | model.gradients())
-    assert_equal(*results)
-    assert not calls
-
-
-@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("inside", [True, False], ids=["backward inside", "backward after the block"])
-@LOSSES
-def test_replay_holds_in_forward_recompute_and_backward(
-    recompute: bool, inside: bool, sparse: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The expected run replaces the backend's selection, so it cannot share a fault with the replay."""
-    layout, wanted = LAYOUTS["packed"], other_keys(LAYOUTS["packed"])
-    plain = Model(use_sparse_loss=sparse)
-    with monkeypatch.context() as patch:
-        patch.setattr(ReferenceBackend, "select", lambda *_: wanted)
-        expected_output = plain(microbatch(0), context_for(layout))
-        expected_output.sin().sum().backward()
-    calls = count_selections(monkeypatch)
-    model = Model(recompute, use_sparse_loss=sparse)
-    with replay_topk(model, record_of(model, layout)):
-        output = model(microbatch(0), context_for(layout))
-        if inside:
-            output.sin().sum().backward()
-    if not inside:
-        with torch.no_grad():
-            model(microbatch(3), context_for(layout))  # selects, and must not be what the backward pass uses
-        assert len(calls) == 3
-        output.sin().sum().backward()
-    assert torch.equal(output, expected_output)
-    assert_equal(model.gradients(), plain.gradients())
-    assert len(calls) == (0 if inside else 3)
-
-
-def test_the_layer_attends_to_the_replayed_keys_and_is_taught_on_them() -> None:
-    layout, model = LAYOUTS["packed"], Model(num_layers=1)
-    layer, losses, x = model.layers[0], LossTracker(), microbatch(0)
-    seen: list[Any] = []
-    layer.attention.register_forward_hook(lambda _, __, output: seen.append(output))
-    layer.attention.indexer.register_forward_hook(lambda _, __, operands: seen.append(operands))
-    with replay_topk(model, {1: other_keys(layout)}):
-        model(x, context_for(layout, losses))
-    operands, attended = seen
-    query, key, _ = layer.project(x).detach().split((2 * (LATENT + ROPE), LATENT + ROPE, 10), dim=-1)
-    q, kv, scale = query.unflatten(-1, (2, -1)).numpy(), key.numpy(), layer.attention.softmax_scale
-    keys = [[i for i in row if i >= 0] for row in other_keys(layout).indices_TK.tolist()]
-    outputs = [oracle.attend(q[t], kv, ids, scale, LATENT)[0] for t, ids in enumerate(keys)]
-    np.testing.assert_allclose(attended.detach().numpy(), np.stack(outputs).reshape(14, -1), rtol=0, atol=1e-12)
-    targets = [oracle.probabilities(q[t], kv, ids, scale).sum(0) if ids else np.zeros(0) for t, ids in enumerate(keys)]
-    arrays = (t.detach().numpy() for t in (operands.q_TID, operands.k_SD, operands.w_TI))
-    np.testing.assert_allclose(losses.kl_sums[1], oracle.kl_and_gradients(*arrays, keys, targets)[0], rtol=1e-10)
-
-
-def test_an_inner_replay_takes_over_until_it_ends() -> None:
-    layout, model = LAYOUTS["batch"], Model()
-    with record_topk(model) as own:
-        selected = model(microbatch(0), context_for(layout))
-    with replay_topk(model, record_of(model, layout)):
-        outer = model(microbatch(0), context_for(layout))
-        with replay_topk(model, own):
-            assert torch.equal(model(microbatch(0), context_for(layout)), selected)
-        assert torch.equal(model(microbatch(0), context_for(layout)), outer)
-    assert not torch.equal(outer, selected)
-    assert torch.equal(model(microbatch(0), context_for(layout)), selected)
-
-
-def test_recording_a_replay_gives_the_replayed_keys() -> None:
-    layout, model = LAYOUTS["batch"], Model()
-    with replay_topk(model, record_of(model, layout)), record_topk(model) as record:
-        model(microbatch(0), context_for(layout))
-    assert sorted(record) == model.selecting()
-    assert all(torch.equal(topk.indices_TK, other_keys(layout).indices_TK) for topk in record.values())
-
-
-def test_replay_refuses_a_record_of_another_model_or_pass() -> None:
-    layout, model = LAYOUTS["batch"], Model()
-    record = record_of(model, layout)
-    for wrong in ({}, {1: record[1]}, record | {3: record[1]}):
-        with pytest.raises(
-            ValueError, match=r"the layers that select are \[1, 2, 5\]: record with a model of the same"
-        ):
-            with replay_topk(model, wrong):
-                pass
-    with replay_topk(model, record), pytest.raises(ValueError, match="layer 1 holds 14 rows, but this pass has 10"):
-        model(microbatch(0, rows=10), context_for(Layout.causal(2, 5)))
 
 
 def test_the_cache_drops_scores_and_names_the_missing_layer() -> None:
