@@ -1,4 +1,4 @@
-"""Train a GLM-5-style toy on two GPUs in every kind of parallelism beside one GPU: loss curves, step times, NCCL's share.
+"""Train a GLM-5-style toy on two GPUs in each kind of parallelism beside one: loss curves, step times, NCCL's share.
 
     torchrun --standalone --nproc-per-node 2 -m tests.performance_tests.parallel.run [--steps 200] [--out DIR]
     torchrun --standalone --nproc-per-node 2 -m tests.performance_tests.parallel.run --smoke     # CPUs, Gloo, seconds
@@ -216,11 +216,23 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse()
-    local = int(os.environ["LOCAL_RANK"])
-    device = torch.device("cpu") if arguments.smoke else torch.device("cuda", local)
+    device = torch.device("cpu") if arguments.smoke else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("gloo" if arguments.smoke else "nccl", device_id=None if arguments.smoke else device)
+    results = run_cases(arguments, device)
+    bad = report(results) if dist.get_rank() == 0 else []
+    if dist.get_rank() == 0 and arguments.out is not None:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        (arguments.out / "curves.json").write_text(json.dumps(results))
+    for name in bad:
+        print(f"{name} left the one-GPU curve by more than {TOLERANCE}.", file=sys.stderr)
+    dist.destroy_process_group()
+    return int(bool(bad))
+
+
+def run_cases(arguments: argparse.Namespace, device: torch.device) -> dict[str, dict[str, Any]]:
+    """All runs, one after the other; each may take an equal share of what time is left."""
     started, results = time.monotonic(), {}
     for number, case in enumerate(CASES):
         left = arguments.seconds - (time.monotonic() - started)
@@ -233,16 +245,7 @@ def main() -> int:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
         dist.barrier()
-    bad = []
-    if dist.get_rank() == 0:
-        bad = report(results)
-        if arguments.out is not None:
-            arguments.out.mkdir(parents=True, exist_ok=True)
-            (arguments.out / "curves.json").write_text(json.dumps(results))
-        for name in bad:
-            print(f"{name} left the one-GPU curve by more than {TOLERANCE}.", file=sys.stderr)
-    dist.destroy_process_group()
-    return int(bool(bad))
+    return results
 
 
 if __name__ == "__main__":
