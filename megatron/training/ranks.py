@@ -105,11 +105,14 @@ def _different(names: list[str], tensors: Mapping[str, Tensor], group: dist.Proc
 
 
 def _fingerprint(tensor: Tensor) -> Tensor:
-    """A 62-bit sum over all bits and their places."""
+    """63 bits that depend on every bit and its place; the sign stays free, so that it can be negated."""
     data = tensor.detach().contiguous().flatten().view(torch.uint8)
     words = torch.nn.functional.pad(data, (0, -len(data) % 8)).view(torch.int64)
     odd = torch.arange(len(words), device=words.device) * 2 + 1
-    return ((words ^ (words >> 31)) * odd).sum() >> 2
+    total = (words * odd).sum()
+    # Mixed before a bit is dropped (the constant is SplitMix64's): neighbouring sums must not meet.
+    total = (total ^ (total >> 33)) * -0x40A7B892E31B1A47
+    return (total ^ (total >> 29)) >> 1
 
 
 def flat_tensors(state: Mapping[str, object], prefix: str = "") -> Iterable[tuple[str, Tensor]]:
