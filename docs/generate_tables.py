@@ -1,13 +1,14 @@
 """Write the tables of configuration.md from the code: `python docs/generate_tables.py`; with --check, only compare.
 
 Options come from the configuration dataclasses (name, default, docstring), gates from the `raise ValueError` statements
-of the modules below (condition and message, as written), the tests of DSA's gates from the cases that reach them. So
+of the modules below (condition and message, as written), the tests of gates from the cases that reach them. So
 the tables cannot say what the code does not. Needs the `test` extra.
 """
 
 from __future__ import annotations
 
 import ast
+import importlib
 import sys
 import traceback
 from collections import defaultdict
@@ -19,8 +20,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
 CONFIG = "megatron/core/transformer/transformer_config.py"
-DSA_TESTS = "tests/unit_tests/core/transformer/experimental_attention_variant/dsa/test_config.py"
 DSA_CONFIG = "megatron/core/transformer/experimental_attention_variant/dsa/config.py"
+TESTS = {
+    CONFIG: "tests/unit_tests/core/transformer/test_transformer_config.py",
+    DSA_CONFIG: "tests/unit_tests/core/transformer/experimental_attention_variant/dsa/test_config.py",
+}
 
 
 @dataclass(frozen=True)
@@ -99,31 +103,27 @@ def _option_table(path: str, prefix: str) -> str:
     return _table(("flag", "default", "what"), rows)
 
 
-def _gate_table(path: str) -> str:
-    return _table(("refused when", "message"), [(f"`{g.condition}`", g.message) for g in gates(path)])
-
-
-def _dsa_cases() -> dict[int, list[str]]:
-    """Names of the test cases that reach each gate, by the gate's line."""
+def test_cases(path: str) -> dict[int, list[str]]:
+    """Names of the test cases that reach each gate of a module, by the gate's line."""
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))
-    from tests.unit_tests.core.transformer.experimental_attention_variant.dsa import test_config as tests
-
+    tests = importlib.import_module(TESTS[path].removesuffix(".py").replace("/", "."))
+    build = tests.build if path == CONFIG else lambda overrides: tests.DSAConfig(**(tests.VALID | overrides))
     cases = defaultdict(list)
     for name, (overrides, _) in tests.GATES.items():
         try:
-            tests.DSAConfig(**(tests.VALID | overrides))
+            build(overrides)
         except ValueError as error:
             line = traceback.extract_tb(error.__traceback__)[-1].lineno
             cases[line or 0].append(name)
     return cases
 
 
-def _dsa_gate_table() -> str:
+def _gate_table(path: str) -> str:
     """The gates with their tests; the one gate that needs a sequence length has a test function of its own."""
-    cases = _dsa_cases()
+    cases = test_cases(path)
     rows = []
-    for gate in gates(DSA_CONFIG):
+    for gate in gates(path):
         names = cases.get(gate.line, ["`test_a_sequence_that_does_not_split_is_refused`"])
         rows.append((f"`{gate.condition}`", gate.message, ", ".join(names)))
     return _table(("refused when", "message", "tests"), rows)
@@ -133,7 +133,7 @@ def tables() -> dict[str, str]:
     """Every generated table by the name in its markers."""
     return {
         "dsa-options": _option_table(CONFIG, "dsa_"),
-        "dsa-gates": _dsa_gate_table(),
+        "dsa-gates": _gate_table(DSA_CONFIG),
         "model-gates": _gate_table(CONFIG),
     }
 

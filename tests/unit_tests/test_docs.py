@@ -40,11 +40,12 @@ def test_every_gate_becomes_a_row() -> None:
     assert len(gates) == len(re.findall(r"\braise ValueError\(", source))
 
 
-def test_every_dsa_gate_names_its_test() -> None:
+def test_every_gate_names_its_test() -> None:
     generator = _generator()
-    reached = set(generator._dsa_cases())
-    own_test = (ROOT / generator.DSA_TESTS).read_text(encoding="utf-8").count("test_a_sequence_that_does_not_split")
-    assert own_test == 1 and len(reached) == len(generator.gates(generator.DSA_CONFIG)) - 1
+    own = (ROOT / generator.TESTS[generator.DSA_CONFIG]).read_text(encoding="utf-8")
+    assert own.count("test_a_sequence_that_does_not_split_is_refused") == 1
+    for path, with_a_test_of_their_own in ((generator.CONFIG, 0), (generator.DSA_CONFIG, 1)):
+        assert len(generator.test_cases(path)) == len(generator.gates(path)) - with_a_test_of_their_own
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
