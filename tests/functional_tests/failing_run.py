@@ -12,6 +12,9 @@ from megatron.training.pretrain_gpt import main
 def _fail(how: str) -> None:
     if how == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
+    if how == "asked":
+        os.kill(os.getpid(), signal.SIGTERM)
+        return
     if how == "raises":
         raise RuntimeError("the lamp went out")
     raise OSError("the disk went away")

@@ -81,16 +81,19 @@ class Case:
     packed: bool = False
     per_token: bool = False
     recompute: bool = False
+    dense: bool = False
+    tied: bool = False
 
     def __str__(self) -> str:
         sizes = f"w{self.world}-tp{self.tp}{'sp' if self.sp else ''}-cp{self.cp}-ep{self.ep}"
         cut = f"-micro{self.micro}-{'packed' if self.packed else 'plain'}"
-        return sizes + cut + ("-pertoken" if self.per_token else "") + ("-recompute" if self.recompute else "")
+        options = {"pertoken": self.per_token, "recompute": self.recompute, "dense": self.dense, "tied": self.tied}
+        return sizes + cut + "".join(f"-{name}" for name, on in options.items() if on)
 
     @property
     def alone(self) -> Case:
         """The same numbers in one process."""
-        return Case(1, micro=self.micro, packed=self.packed, per_token=self.per_token)
+        return dataclasses.replace(self, world=1, tp=1, cp=1, ep=1, sp=False, recompute=False)
 
 
 def make_engine(case: Case, seed: int = 0, **options: Any) -> Engine:
@@ -102,7 +105,8 @@ def make_engine(case: Case, seed: int = 0, **options: Any) -> Engine:
         sequence_parallel=case.sp,
         calculate_per_token_loss=case.per_token,
         recompute_granularity="full" if case.recompute else None,
-        **options,
+        untie_embeddings_and_output_weights=not case.tied,
+        **{"dsa_indexer_use_sparse_loss": not case.dense} | options,
     )
     groups = build_process_groups(ParallelSizes.of(config, case.world), "cpu")
     torch.manual_seed(seed)
@@ -287,3 +291,29 @@ def differing_replicas(case: Case) -> dict[str, str]:
         except ValueError as error:
             said[what] = str(error)
     return said
+
+
+def islands(case: Case) -> dict[str, Any]:
+    """A BF16 model: what its modules compute with, and three losses."""
+    engine = make_engine(case, bf16=True, dsa_indexer_scoring_precision="bf16")
+    seen: dict[str, tuple[torch.dtype, float]] = {}
+
+    def note(name: str) -> Any:
+        def hook(module: torch.nn.Module, *_: Any) -> None:
+            weight = local_part(module.weight)
+            seen.setdefault(name, (weight.dtype, float(weight.detach().flatten()[0])))
+
+        return hook
+
+    wanted = ("indexer.k_norm", "mlp.router", "layers.0.input_layernorm", "layers.1.mlp.experts.linear_fc1")
+    for name, module in engine.model.named_modules():
+        if name.endswith(wanted):
+            module.register_forward_hook(note(name))
+            with torch.no_grad():
+                if name.endswith("norm"):
+                    local_part(module.weight).fill_(1 + 2**-9)  # lost in BF16
+    batches = micro_batches(case, engine)
+    losses = [train_step(engine, batches, 1e-2).lm_loss for _ in range(3)]
+    stored = {p.dtype for p in engine.model.parameters()} | {p.grad.dtype for p in engine.model.parameters()}
+    first = make_engine(case, bf16=True).model.state_dict()
+    return {"seen": seen, "losses": losses, "stored": stored, "weights": {n: whole(t) for n, t in first.items()}}

@@ -54,3 +54,10 @@ def test_the_first_cause_stands_on_top(tmp_path: Path, how: str, cause: str) -> 
     assert cause in message, message
     consequences = [message.find(sign) for sign in ("rank 0: ", "Connection closed", "ChildFailedError")]
     assert all(message.index(cause) < place for place in consequences if place >= 0), message
+
+
+def test_ranks_stop_together_when_one_is_asked(tmp_path: Path) -> None:
+    code, message, _ = run("tests.functional_tests.failing_run asked 3", "--save", tmp_path)
+    assert code == 0, message
+    assert message.count("Stopped after step 3 because of SIGTERM (saved") == 1
+    assert (tmp_path / "iter_0000003/.metadata").exists() and len(figures(tmp_path)) == 3
