@@ -1,10 +1,11 @@
 """Each kernel of the cudnn backend, run again on the same operands while another stream keeps the memory busy.
 
-On a GPU the real kernels must repeat every bit; the few that add up atomically are measured instead, and print the
+On a GPU the real kernels must repeat every bit; the few that add up atomically are measured instead, and warn of the
 largest relative difference for the manifest's ``spread``. On a CPU the emulator stands in for the kernels, which proves
 only that the tests run. Sizes on the GPU are such that thousands of blocks meet in the same keys.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -73,8 +74,8 @@ def spread(results: list[Tensors], i: int) -> float:
 
 
 def report(where: str, value: float) -> None:
-    """Print a spread for the manifest, and hold it to the one listed there."""
-    print(f"\nspread of {where}: {value:.2e}")
+    """Show a spread for the manifest (as a warning: pytest-xdist drops prints), and hold it to the one listed there."""
+    warnings.warn(f"spread of {where}: {value:.2e}", stacklevel=2)
     listed = MANIFEST[f"dsa/backends/cudnn/frontend.py:{where}"].spread
     assert value <= (LARGEST_SPREAD if listed is None else 4 * listed)
 
@@ -200,7 +201,10 @@ def test_attention_backward_spread(stage: Stage, lengths: tuple[int, ...]) -> No
 
 @pytest.mark.parametrize(("loss", "where"), [("sparse", "indexer_backward"), ("dense", "dense_indexer_backward")])
 def test_indexer_backward_spread(stage: Stage, lengths: tuple[int, ...], loss: str, where: str) -> None:
-    """dq and dw, and so the operands they are made of, repeat their bits; dk is added up atomically on SM 9.0."""
+    """dq repeats its bits; dk and dw are added up atomically on SM 9.0.
+
+    For dw an H200 measured 4.1e-6 (sparse) and 1.1e-5 (dense).
+    """
     backend, inputs, shape, case = prepare(stage, lengths, "packed", loss)
     topk = backend.select(inputs.indexer, shape, case.k)
     attended = Attended(*(x.detach() for x in backend.attend(inputs.attention, topk, shape)))
@@ -210,8 +214,8 @@ def test_indexer_backward_spread(stage: Stage, lengths: tuple[int, ...], loss: s
         return torch.autograd.grad(cases.kl_sum(backend, inputs, attended, topk, shape, loss == "dense"), leaves)
 
     results = reruns(run, stage.device)
-    assert spread(results, 0) == 0 and spread(results, 1) == 0
-    report(where, spread(results, 2))
+    assert spread(results, 0) == 0
+    report(where, max(spread(results, 1), spread(results, 2)))
 
 
 # ---- the check itself ----
