@@ -8,14 +8,22 @@ an argument that megatron-core 0.19 does not pass, so the function is wrapped be
 
 from __future__ import annotations
 
-import functools
 import sys
 import time
 
 import flash_mla
 import torch
 
-flash_mla.flash_mla_sparse_fwd = functools.partial(flash_mla.flash_mla_sparse_fwd, use_legacy=True)
+_forward = flash_mla.flash_mla_sparse_fwd
+
+
+def _legacy_forward(*args: object, indexer_topk: int = 0, **kwargs: object) -> object:
+    """The SM90 kernel; megatron-core also passes an argument of another build, always 0."""
+    assert indexer_topk == 0
+    return _forward(*args, use_legacy=True, **kwargs)
+
+
+flash_mla.flash_mla_sparse_fwd = _legacy_forward
 
 from megatron.core.transformer.experimental_attention_variant import dsa_cudnn_kernels as peer  # noqa: E402
 
