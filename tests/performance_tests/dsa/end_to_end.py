@@ -62,6 +62,7 @@ PRECISIONS = {
 
 def make_data(out: Path) -> list[str]:
     """Tokens of the running Python's standard library, once."""
+    out.mkdir(parents=True, exist_ok=True)
     prefix = out / "stdlib"
     command = ["--input", "stdlib", "--append-eod", "--output-prefix", str(prefix)]
     subprocess.run([sys.executable, "-m", "megatron.training.preprocess_data", *command], check=True)
