@@ -1,6 +1,6 @@
 """Split layers, the shared-out vocabulary and experts against one process: outputs and every gradient.
 
-One spawn of two processes checks all of it, in FP64 so that only a wrong sum can differ. R57 for the layers here.
+One spawn of two processes checks all of it, in FP64 so that only a wrong sum can differ.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rows of context-parallel ranks: nothing is lost or doubled, padding has no loss, and layouts agree (R47)."""
+"""Rows of context-parallel ranks: nothing is lost or doubled, padding has no loss, and layouts agree."""
 
 from __future__ import annotations
 

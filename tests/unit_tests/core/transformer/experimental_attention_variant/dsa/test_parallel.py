@@ -1,7 +1,7 @@
 """DSAttention over ranks against one process: outputs, selected keys, the KL loss and every gradient.
 
 One spawn of four Gloo processes runs all cases, each on the ranks that it needs. Operands are FP32 and scored in FP32, so
-what is compared differs by summation order alone. R21, R37, R47, R48, R49 (rows), R57.
+what is compared differs by summation order alone.
 """
 
 from __future__ import annotations
