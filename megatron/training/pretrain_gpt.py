@@ -34,6 +34,7 @@ def process_group(config: DistributedConfig, device: torch.device) -> Iterator[N
     torch.distributed.init_process_group(backend, timeout=timeout)
     try:
         yield
+        torch.distributed.barrier()  # nobody hangs up on a rank that is still reading its last message
     finally:
         torch.distributed.destroy_process_group()
 
