@@ -4,12 +4,12 @@ One test spawns two Gloo processes and one four (not one for each case: every wo
 they run everything, and what they return is compared here. All is FP32 and
 scored in FP32, so that only the order of sums differs: 1e-5 relative on gradients, equal sets of keys.
 
-Faults met elsewhere that these cases hold: R36 (microbatch splits), R37 (the indexer's objective under CP, uneven valid
-tokens), R39 (teacher over all heads of all ranks), R47 (zigzag ids equal one process's), R50 under recompute, R55
-(frozen indexer), R57 (replicated projections neither 1/TP nor TP times, replicas bit-equal after ten steps). R48 (quiet
-fall-backs) and R49 (masks on row slices) cannot occur: no verb falls back, and a layout is the only mask. R51 and R53
-need pipeline stages and prediction layers, which this package does not have. R56: no layer reads a sharded weight
-outside its own forward; the tied output weight reads the embedding's inside the root's.
+Faults that other trainers had and these cases hold: an indexer objective that changes with micro-batch splits or with
+CP and uneven valid tokens, a teacher over one rank's heads, zigzag ids that differ from one process's, recompute that
+reads another micro-batch, a frozen indexer that waits for gradients, replicated projections with 1/TP or TP times their
+gradient. Quiet fall-backs and masks on row slices cannot occur: no verb falls back, and a layout is the only mask.
+Pipeline stages and prediction layers do not exist here. No layer reads a sharded weight outside its own forward; the
+tied output weight reads the embedding's inside the root's.
 """
 
 from __future__ import annotations

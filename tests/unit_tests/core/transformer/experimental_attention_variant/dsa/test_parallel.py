@@ -1,6 +1,6 @@
 """DSAttention over ranks against one process: outputs, selected keys, the KL loss and every gradient.
 
-One spawn of four Gloo processes runs all cases, each on the ranks that it needs. Operands are FP32 and scored in FP32, so
+One spawn of four Gloo processes runs all cases, each on the ranks that it needs. Operands and scores are FP32, so
 what is compared differs by summation order alone.
 """
 
@@ -186,22 +186,22 @@ def check(case: Case, rank: int) -> None:
     compare("out", got["out"], out)
     compare("query", got["query"], wanted["query"][rows][:, heads])
     compare("key", got["key"], wanted["key"][local_rows])
-    total = got["kl"].clone().reshape(1)
+    compare("kl", summed(got["kl"].reshape(1), groups), wanted["kl"].reshape(1))
+    trained = {name for name in got if name.startswith("indexer")}
+    assert trained == ({name for name, _ in module.named_parameters()} if case.loss else set())
+    for name in sorted(trained):  # every rank sums in one order
+        marked = getattr(module.get_parameter(name), "tensor_parallel_grad", None)
+        assert marked == ("sum" if case.tp > 1 else None)
+        compare(name, summed(got[name], groups), wanted[name])
+
+
+def summed(x: Tensor, groups: SimpleNamespace) -> Tensor:
+    """The sum over tensor- and context-parallel ranks."""
+    total = x.clone()
     for group in (groups.tp, groups.cp):
         if group is not None:
             dist.all_reduce(total, group=group)
-    compare("kl", total, wanted["kl"].reshape(1))
-    if not case.loss:
-        assert not [name for name in got if name.startswith("indexer")]
-    for name, parameter in module.named_parameters():
-        if not case.loss:
-            continue
-        assert getattr(parameter, "tensor_parallel_grad", None) == ("sum" if case.tp > 1 else None)
-        gradient = got[name].clone()
-        for group in (groups.tp, groups.cp):
-            if group is not None:
-                dist.all_reduce(gradient, group=group)
-        compare(name, gradient, wanted[name])
+    return total
 
 
 def compare(name: str, got: Tensor, wanted: Tensor) -> None:
