@@ -191,6 +191,7 @@ def find_checkpoint(config: CheckpointConfig) -> Checkpoint | None:
     root = Path(config.load)
     step = config.ckpt_step if config.ckpt_step is not None else _latest_step(root)
     if step is None:
+        _require_no_other_checkpoint(root)
         if config.exit_on_missing_checkpoint:
             raise ValueError(f"--load {root} holds no checkpoint ({LATEST} is missing): check the path.")
         return None
@@ -205,6 +206,18 @@ def find_checkpoint(config: CheckpointConfig) -> Checkpoint | None:
         return Checkpoint(path, Progress(int(run["step"]), int(run["consumed_samples"])))
     except (OSError, KeyError, ValueError) as error:
         raise ValueError(f"{path / 'run.json'} cannot be read ({error}): resume from another step.") from None
+
+
+def _require_no_other_checkpoint(root: Path) -> None:
+    """Starting from scratch beside weights that were meant to be loaded would go unnoticed."""
+    if (root / ".metadata").exists():
+        raise ValueError(
+            f"--load {root} is the checkpoint of one step: give {root.parent}, and the step by --ckpt-step."
+        )
+    if (root / "config.json").exists():
+        raise ValueError(
+            f"--load {root} holds a Hugging Face model, no checkpoint: pretrain_gpt reads it with --load-hf."
+        )
 
 
 def _latest_step(root: Path) -> int | None:

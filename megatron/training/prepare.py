@@ -60,7 +60,9 @@ def prepare(config: PretrainConfig, tokenizer: Tokenizer, device: torch.device) 
     Raises:
         ValueError: one sentence about what is wrong.
     """
-    datasets = build_datasets(config.data, _dataset_sizes(config), tokenizer)
+    checkpoint = None if config.checkpoint.load is None else find_checkpoint(config.checkpoint)
+    progress = _progress_from(checkpoint, config)
+    datasets = build_datasets(config.data, _dataset_sizes(config, progress), tokenizer)
     if datasets[0] is None and not config.training.skip_train:
         raise ValueError("The training set is empty: give it a share of --split, or name --train-data-path.")
     sizes = ParallelSizes.of(config.model, world_size())
@@ -81,7 +83,7 @@ def prepare(config: PretrainConfig, tokenizer: Tokenizer, device: torch.device) 
         config.training.check_for_nan_in_loss_and_grad,
         groups,
     )
-    checkpoint, progress, notices = _load(config, engine)
+    notices = _load(config, engine, checkpoint)
     if datasets[1] is None and config.validation.eval_iters > 0:
         notices.append("There is no validation set, so nothing is evaluated while training.")
     return Prepared(config, engine, datasets, progress, checkpoint, notices)
@@ -116,29 +118,43 @@ def config_record(config: PretrainConfig) -> dict[str, Any]:
     return record
 
 
-def _dataset_sizes(config: PretrainConfig) -> tuple[int, int, int]:
+def _progress_from(checkpoint: Checkpoint | None, config: PretrainConfig) -> Progress:
+    if checkpoint is None or config.checkpoint.finetune:
+        return Progress()
+    progress, last = dataclasses.replace(checkpoint.progress), config.training.train_iters
+    assert last is not None
+    if progress.step > last and not config.training.skip_train:
+        raise ValueError(
+            f"Checkpoint {checkpoint.path} is of step {progress.step}, but --train-iters {last} ends before it: raise "
+            "--train-iters, which counts from the first start, or give --finetune or an earlier --ckpt-step."
+        )
+    return progress
+
+
+def _dataset_sizes(config: PretrainConfig, progress: Progress) -> tuple[int, int, int]:
+    """Samples of each set. What is consumed counts as it was read: earlier steps may have had another batch size."""
     training = config.training
     assert training.train_iters is not None and training.global_batch_size is not None
     evaluation = config.validation.eval_iters * training.global_batch_size
-    return training.train_iters * training.global_batch_size, evaluation, evaluation
+    steps_left = max(training.train_iters - progress.step, 0)
+    return progress.consumed_samples + steps_left * training.global_batch_size, evaluation, evaluation
 
 
-def _load(config: PretrainConfig, engine: Engine) -> tuple[Checkpoint | None, Progress, list[str]]:
+def _load(config: PretrainConfig, engine: Engine, checkpoint: Checkpoint | None) -> list[str]:
+    """Fill the engine from ``checkpoint``, or with initial weights; returns what is to be said about it."""
     options = config.checkpoint
-    checkpoint = None if options.load is None else find_checkpoint(options)
     if checkpoint is None:
-        return None, Progress(), _initial_weights(config, engine)
+        return _initial_weights(config, engine)
     fresh = load_checkpoint(checkpoint, engine.model, engine.optimizer, options)
     if options.finetune:
-        return checkpoint, Progress(), [f"Weights come from {checkpoint.path}; everything else starts afresh."]
-    progress = dataclasses.replace(checkpoint.progress)
-    notices = [f"Resumed from {checkpoint.path} after step {progress.step}."]
+        return [f"Weights come from {checkpoint.path}; everything else starts afresh."]
+    notices = [f"Resumed from {checkpoint.path} after step {checkpoint.progress.step}."]
     changed = changed_options(saved_options(checkpoint), config_record(config))
     if changed:
         notices.append(f"Options differ from those of the checkpoint: {', '.join(changed)}.")
     if fresh:
         notices.append(f"Optimizer state starts fresh for {len(fresh)} parameters that had none ({fresh[0]}, ...).")
-    return checkpoint, progress, notices
+    return notices
 
 
 def changed_options(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:

@@ -79,6 +79,31 @@ def test_exit_interval_and_duration_save_and_stop(tmp_path: Path, capsys: pytest
     assert "because of --exit-duration-in-mins 1e-06 (saved" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("batch_size", [2, 6])
+def test_every_step_after_a_resume_with_another_batch_size_has_its_samples(tmp_path: Path, batch_size: int) -> None:
+    run = ["--save", tmp_path, "--load", tmp_path]
+    assert train("--train-iters", "3", *run) == 0
+    assert train("--train-iters", "7", "--global-batch-size", str(batch_size), *run) == 0
+    records = figures(tmp_path)
+    assert [record["consumed_samples"] for record in records] == [
+        4,
+        8,
+        12,
+        *(12 + batch_size * n for n in (1, 2, 3, 4)),
+    ]
+    assert [record["step"] for record in records if not record["lm_loss"]] == []
+
+
+def test_a_run_that_ends_before_its_checkpoint_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = ["--save", tmp_path, "--load", tmp_path]
+    assert train("--train-iters", "3", *run) == 0
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    capsys.readouterr()
+    assert train("--train-iters", "2", *run) == 2
+    assert "is of step 3, but --train-iters 2 ends before it" in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
 def moments(checkpoint: Path) -> set[str]:
     names = (name for name in saved_tensors(checkpoint) if name.startswith("optimizer."))
     return {name.removeprefix("optimizer.").rpartition(".")[0] for name in names}

@@ -227,6 +227,17 @@ def test_an_empty_directory_starts_from_scratch_unless_forbidden(tmp_path: Path)
         find_checkpoint(CheckpointConfig(load=str(tmp_path), exit_on_missing_checkpoint=True))
 
 
+def test_a_directory_of_something_else_does_not_start_from_scratch(tmp_path: Path) -> None:
+    save(tmp_path, 1, trained(1))
+    with pytest.raises(ValueError, match=r"is the checkpoint of one step: give .*--ckpt-step"):
+        find_checkpoint(CheckpointConfig(load=str(tmp_path / "iter_0000001")))
+    hugging_face = tmp_path / "hf"
+    hugging_face.mkdir()
+    (hugging_face / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="pretrain_gpt reads it with --load-hf"):
+        find_checkpoint(CheckpointConfig(load=str(hugging_face)))
+
+
 def test_an_earlier_step_can_be_chosen(tmp_path: Path) -> None:
     for step in (1, 2):
         save(tmp_path, step, trained(step))
