@@ -313,7 +313,7 @@ def _list_expression(name: str, text: str) -> list[int]:
         items = evaluate(ast.parse(text.strip(), mode="eval").body)
         if not isinstance(items, list) or not all(isinstance(item, int) for item in items):
             raise ValueError(text)
-    except (SyntaxError, TypeError, ValueError):
+    except (SyntaxError, TypeError, ValueError, MemoryError, OverflowError, RecursionError):
         raise CommandLineError(
             f"--{name} is {text!r}, which is no list of integers: write it like 0 1 1, [0,1,1] or [0]*1+[1]*2."
         ) from None

@@ -8,6 +8,7 @@ fast.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -95,6 +96,9 @@ class OptimizerConfig:
     """Largest norm of the whole gradient; 0 clips nothing."""
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, float):
+                _require(math.isfinite(value), f"--{name.replace('_', '-')} is {value}: give a finite number.")
         _require_positive(self, "lr", "lr_decay_iters", "adam_eps")
         for name in ("min_lr", "lr_warmup_init", "lr_warmup_iters", "weight_decay", "clip_grad"):
             value = getattr(self, name)

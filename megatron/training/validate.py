@@ -217,6 +217,9 @@ def _check_places(config: PretrainConfig) -> None:
         "--log-dir": config.logging.log_dir,
         "--tensorboard-dir": config.logging.tensorboard_dir,
     }
+    for flag, place in (places | {"--load": config.checkpoint.load}).items():
+        if place == "":
+            raise ValueError(f"{flag} is empty: give a directory, or drop it.")
     for flag, place in places.items():
         if place is not None and Path(place).exists() and not Path(place).is_dir():
             raise ValueError(f"{flag} {place} is a file: give a directory.")

@@ -8,11 +8,20 @@ not have (pipeline stages, Transformer Engine recipes), and any check of a DSA o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+
+_NEVER_NEGATIVE = (
+    "layernorm_epsilon",
+    "attention_latent_norm_epsilon",
+    "init_method_std",
+    "moe_aux_loss_coeff",
+    "moe_router_bias_update_rate",
+)
 
 
 @dataclass
@@ -167,6 +176,7 @@ class TransformerConfig:
         if self.bf16:
             self.params_dtype = torch.bfloat16
         self._check_block()
+        self._check_numbers()
         self._check_moe()
         if self.experimental_attention_variant == "dsa":
             self.dsa_config()  # raises on any option that does not fit
@@ -194,7 +204,13 @@ class TransformerConfig:
         return bool(self.moe_layer_freq[layer_number - 1])
 
     def _check_block(self) -> None:
-        for name in ("num_layers", "hidden_size", "num_attention_heads"):
+        for name in (
+            "num_layers",
+            "hidden_size",
+            "num_attention_heads",
+            "ffn_hidden_size",
+            "make_vocab_size_divisible_by",
+        ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}: set it to a positive number.")
         if self.hidden_dropout != 0 or self.attention_dropout != 0:
@@ -210,9 +226,25 @@ class TransformerConfig:
                 '(gated_linear_unit=True, activation_func="silu").'
             )
 
+    def _check_numbers(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, float) and not math.isfinite(value) and not name.startswith("dsa_"):
+                raise ValueError(f"{name} is {value}: set it to a finite number.")
+            if name in _NEVER_NEGATIVE and value is not None and value < 0:
+                raise ValueError(f"{name} is {value}: set it to 0 or a positive number.")
+
     def _check_moe(self) -> None:
         if self.num_moe_experts is None:
             return
+        for name in (
+            "num_moe_experts",
+            "moe_router_topk",
+            "moe_ffn_hidden_size",
+            "moe_shared_expert_intermediate_size",
+        ):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} is {value}: set it to a positive number.")
         if self.moe_router_topk > self.num_moe_experts:
             raise ValueError(
                 f"moe_router_topk={self.moe_router_topk} exceeds num_moe_experts={self.num_moe_experts}: "
@@ -221,6 +253,8 @@ class TransformerConfig:
         freq = self.moe_layer_freq
         if not isinstance(freq, int) and len(freq) != self.num_layers:
             raise ValueError(f"moe_layer_freq has {len(freq)} entries for {self.num_layers} layers: give one a layer.")
+        if not isinstance(freq, int) and set(freq) - {0, 1}:
+            raise ValueError(f"moe_layer_freq={list(freq)} has entries other than 0 (dense) and 1 (MoE): use these.")
         if isinstance(freq, int) and freq < 1:
             raise ValueError(f"moe_layer_freq={freq} is not a positive interval: use 1 or more, or a list of 0 and 1.")
         self._check_expert_groups()
@@ -233,7 +267,7 @@ class TransformerConfig:
             )
         if groups is None or kept is None or self.num_moe_experts is None:
             return
-        if self.num_moe_experts % groups or self.num_moe_experts // groups < 2 or not 1 <= kept <= groups:
+        if groups < 1 or self.num_moe_experts % groups or self.num_moe_experts // groups < 2 or not 1 <= kept <= groups:
             raise ValueError(
                 f"{self.num_moe_experts} experts in moe_router_num_groups={groups} groups, of which "
                 f"moe_router_group_topk={kept} are kept: groups must divide the experts, hold at least 2 each, and at "
@@ -244,6 +278,15 @@ class TransformerConfig:
                 f"The {kept} groups kept hold {kept * (self.num_moe_experts // groups)} experts, fewer than "
                 f"moe_router_topk={self.moe_router_topk}: keep more groups or route to fewer experts."
             )
+
+
+_ROTARY_NUMBERS = (
+    "rotary_base",
+    "rotary_scaling_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+)
 
 
 @dataclass
@@ -287,7 +330,7 @@ class MLATransformerConfig(TransformerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"):
+        for name in ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", *_ROTARY_NUMBERS):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}: set it to a positive number.")
         if self.qk_pos_emb_head_dim % 2:

@@ -78,6 +78,7 @@ REFUSED = [
     ("--num-layers 2 3", "--num-layers takes an integer, but 2 values were given: 2 3."),
     ("--recompute-granularity selective", "--recompute-granularity takes one of full, but 'selective' was given."),
     ("--moe-layer-freq [0]*x", "--moe-layer-freq is '[0]*x', which is no list of integers"),
+    ("--moe-layer-freq [0]*99999999999999", "which is no list of integers"),
     ("--moe-layer-freq [0.5,1]", "--moe-layer-freq is '[0.5,1]', which is no list of integers"),
     ("--moe-layer-freq 0 one", "--moe-layer-freq takes an integer or a list (an integer each), but '0 one' was given."),
     ("stray", "'stray' belongs to no flag"),

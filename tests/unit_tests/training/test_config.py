@@ -20,6 +20,8 @@ REFUSED = [
     (ValidationConfig, {"eval_iters": -1}, "--eval-iters is -1"),
     (ValidationConfig, {"eval_interval": 0}, "--eval-interval is 0"),
     (OptimizerConfig, {"lr": 0.0}, "--lr is 0.0"),
+    (OptimizerConfig, {"lr": float("inf")}, "--lr is inf"),
+    (OptimizerConfig, {"weight_decay": float("inf")}, "--weight-decay is inf"),
     (OptimizerConfig, {"lr_decay_iters": 0}, "--lr-decay-iters is 0"),
     (OptimizerConfig, {"adam_eps": 0.0}, "--adam-eps is 0.0"),
     (OptimizerConfig, {"min_lr": -1.0}, "--min-lr is -1.0"),

@@ -29,6 +29,19 @@ GATES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "no layers": ({"num_layers": 0}, ("num_layers is 0", "positive number")),
     "negative width": ({"hidden_size": -8}, ("hidden_size is -8", "positive number")),
     "no attention heads": ({"num_attention_heads": 0}, ("num_attention_heads is 0", "positive number")),
+    "negative MLP": ({"ffn_hidden_size": -3}, ("ffn_hidden_size is -3", "positive number")),
+    "padding to a multiple of 0": (
+        {"make_vocab_size_divisible_by": 0},
+        ("make_vocab_size_divisible_by is 0", "positive number"),
+    ),
+    "norm epsilon that is no number": (
+        {"layernorm_epsilon": float("nan")},
+        ("layernorm_epsilon is nan", "finite number"),
+    ),
+    "infinite rotary base": ({"rotary_base": float("inf")}, ("rotary_base is inf", "finite number")),
+    "negative deviation": ({"init_method_std": -1.0}, ("init_method_std is -1.0", "0 or a positive number")),
+    "YaRN without a factor": ({"rotary_scaling_factor": 0.0}, ("rotary_scaling_factor is 0.0", "positive number")),
+    "YaRN of no rotations": ({"beta_fast": 0.0}, ("beta_fast is 0.0", "positive number")),
     "residual dropout": ({"hidden_dropout": 0.1}, ("hidden_dropout=0.1", "without dropout", "set both to 0")),
     "attention dropout": ({"attention_dropout": 0.2}, ("attention_dropout=0.2", "set both to 0")),
     "ungated MLP": ({"gated_linear_unit": False}, ("gated_linear_unit=False", "--swiglu")),
@@ -36,6 +49,13 @@ GATES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "more experts a token than there are": (
         EXPERTS | {"moe_router_topk": 9},
         ("moe_router_topk=9", "num_moe_experts=8", "lower it"),
+    ),
+    "no experts": (EXPERTS | {"num_moe_experts": 0}, ("num_moe_experts is 0", "positive number")),
+    "no experts a token": (EXPERTS | {"moe_router_topk": 0}, ("moe_router_topk is 0", "positive number")),
+    "experts without width": (EXPERTS | {"moe_ffn_hidden_size": 0}, ("moe_ffn_hidden_size is 0", "positive number")),
+    "MoE list of other numbers": (
+        EXPERTS | {"moe_layer_freq": [0, 1, 2]},
+        ("moe_layer_freq=[0, 1, 2]", "other than 0 (dense) and 1 (MoE)"),
     ),
     "MoE list too short": (EXPERTS | {"moe_layer_freq": [0, 1]}, ("2 entries for 3 layers", "give one a layer")),
     "MoE interval of 0": (EXPERTS | {"moe_layer_freq": 0}, ("moe_layer_freq=0", "use 1 or more")),
@@ -46,6 +66,10 @@ GATES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "groups that do not divide": (
         EXPERTS | {"moe_router_num_groups": 3, "moe_router_group_topk": 1},
         ("8 experts", "moe_router_num_groups=3", "must divide"),
+    ),
+    "no groups": (
+        EXPERTS | {"moe_router_num_groups": 0, "moe_router_group_topk": 0},
+        ("moe_router_num_groups=0", "must divide"),
     ),
     "groups of one expert": (
         EXPERTS | {"moe_router_num_groups": 8, "moe_router_group_topk": 4},

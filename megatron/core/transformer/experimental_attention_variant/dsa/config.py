@@ -10,6 +10,7 @@ What a kernel library or a device cannot do is not checked here: backends answer
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
 from typing import Any, Literal
@@ -180,6 +181,11 @@ class DSAConfig:
             )
 
     def _check_precision(self) -> None:
+        if self.k_norm_epsilon is not None and not 0 <= self.k_norm_epsilon < math.inf:
+            raise ValueError(
+                f"dsa_indexer_k_norm_epsilon={self.k_norm_epsilon} is negative or not finite: use a small positive "
+                "number (released models: 1e-6)."
+            )
         if self.scoring_precision not in ("bf16", "fp8", "fp32"):
             raise ValueError(
                 f"dsa_indexer_scoring_precision={self.scoring_precision!r} is unknown: use 'bf16', 'fp8' or 'fp32'."
@@ -213,10 +219,10 @@ class DSAConfig:
             raise ValueError(
                 f"dsa_kernel_backend={self.kernel_backend!r} is unknown: use one of {', '.join(backend_names())}."
             )
-        if self.loss_coeff is not None and self.loss_coeff < 0:
+        if self.loss_coeff is not None and not 0 <= self.loss_coeff < math.inf:
             raise ValueError(
-                f"dsa_indexer_loss_coeff={self.loss_coeff} is negative: use a positive coefficient, or 0 to freeze "
-                "the indexer."
+                f"dsa_indexer_loss_coeff={self.loss_coeff} is negative or not finite: use a positive coefficient, or 0 "
+                "to freeze the indexer."
             )
         if self.use_sparse_loss and self.loss_coeff is None:
             raise ValueError(

@@ -106,6 +106,14 @@ GATES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "unknown scale format": ({"fp8_scale_format": "e5m2"}, ("dsa_indexer_fp8_scale_format='e5m2'", "use 'ue8m0'")),
     "unknown backend": ({"kernel_backend": "cuda"}, ("dsa_kernel_backend='cuda'", "use one of none, cudnn")),
     "negative coefficient": ({"loss_coeff": -0.1}, ("dsa_indexer_loss_coeff=-0.1 is negative", "0 to freeze")),
+    "coefficient that is no number": (
+        {"loss_coeff": float("nan")},
+        ("dsa_indexer_loss_coeff=nan is", "not finite", "0 to freeze"),
+    ),
+    "negative key norm epsilon": (
+        {"k_norm_epsilon": -1e-6},
+        ("dsa_indexer_k_norm_epsilon=-1e-06 is negative", "1e-6"),
+    ),
     "sparse loss without coefficient": (
         {"use_sparse_loss": True},
         ("dsa_indexer_use_sparse_loss", "without dsa_indexer_loss_coeff", "give the coefficient"),
