@@ -121,7 +121,9 @@ def _write(path: Path, state: STATE_DICT_TYPE) -> None:
         with _single_process_is_meant():
             dcp.save(state, storage_writer=dcp.FileSystemWriter(path, sync_files=True), no_dist=not _distributed())
     except CheckpointException as error:
-        raise OSError(_reason(error)) from error
+        free = shutil.disk_usage(path.parent).free / 2**20  # PyTorch's own words do not say that a disk is full
+        shutil.rmtree(path, ignore_errors=True)
+        raise OSError(f"{_reason(error)}, with {free:.0f} MiB free in {path.parent}") from error
 
 
 def _publish(unfinished: Path, final: Path) -> None:

@@ -142,6 +142,19 @@ def test_a_save_that_dies_leaves_a_whole_checkpoint(
     raise AssertionError("a save does more than expected")
 
 
+def test_a_save_that_fails_leaves_nothing_and_names_the_free_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: object, plan: object, planner: object) -> None:
+        raise RuntimeError("no space")
+
+    save(tmp_path, 1, trained(1))
+    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", full)
+    with pytest.raises(OSError, match=r"no space, with \d+ MiB free in"):
+        save(tmp_path, 2, trained(2))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000001", LATEST]
+
+
 def test_optimizer_and_random_state_are_optional(tmp_path: Path) -> None:
     save(tmp_path, 1, trained(1), save_optim=False, save_rng=False)
     keys = dcp.FileSystemReader(tmp_path / "iter_0000001").read_metadata().state_dict_metadata
