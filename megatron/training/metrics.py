@@ -2,7 +2,8 @@
 
 ``metrics.jsonl`` holds one line a step, flushed at once, so that a killed run loses nothing but the step it was in.
 A resumed run first drops the lines of steps that it will do again, and a half-written last line: so each step
-stands there once, and the file reads like that of an uninterrupted run.
+stands there once, and the file reads like that of an uninterrupted run. A run from the start in an earlier run's
+directory moves that one's file aside, to ``metrics.1.jsonl`` and so on.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -90,11 +92,19 @@ class MetricsWriter:
 
 def _open_metrics(path: Path, first_step: int) -> TextIO:
     path.parent.mkdir(parents=True, exist_ok=True)
-    kept = [record for record in read_metrics(path) if record["step"] < first_step]
+    records = read_metrics(path)
+    kept = [record for record in records if record["step"] < first_step]
+    if records and not kept:  # a run from the start, over another one's directory
+        os.replace(path, _unused(path))
     replacement = path.with_suffix(".tmp")
     replacement.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
     os.replace(replacement, path)
     return path.open("a", encoding="utf-8")
+
+
+def _unused(path: Path) -> Path:
+    """``metrics.1.jsonl`` and so on: a place for what an earlier run wrote."""
+    return next(p for n in count(1) if not (p := path.with_name(f"{path.stem}.{n}{path.suffix}")).exists())
 
 
 def _open_tensorboard(config: LoggingConfig, first_step: int) -> Any:

@@ -44,6 +44,15 @@ def test_a_new_run_starts_a_new_file(tmp_path: Path) -> None:
     assert [r["step"] for r in read_metrics(tmp_path / METRICS_FILE)] == [1]
 
 
+def test_a_new_run_keeps_what_earlier_ones_wrote(tmp_path: Path) -> None:
+    for loss in (3.0, 2.0, 1.0):
+        writer = MetricsWriter(LoggingConfig(), tmp_path, 1, {})
+        writer.write({"step": 1, "lm_loss": loss})
+        writer.close()
+    found = {path.name: read_metrics(path)[0]["lm_loss"] for path in tmp_path.iterdir()}
+    assert found == {"metrics.jsonl": 1.0, "metrics.1.jsonl": 3.0, "metrics.2.jsonl": 2.0}
+
+
 def test_lines_are_there_at_once(tmp_path: Path) -> None:
     writer = MetricsWriter(LoggingConfig(), tmp_path, 1, {})
     writer.write({"step": 1})
