@@ -374,7 +374,7 @@ def test_fp8_scoring_leaves_the_indexers_weights_alone(tmp_path: Path) -> None:
 
 
 def test_sharded_parameters_are_loaded_in_place_and_not_written(tmp_path: Path) -> None:
-    """Over several ranks: tests/functional_tests/test_parallel.py."""
+    """Over several ranks: test_ranks.py."""
     model = from_pretrained(FIXTURES / "a_glm_plain")
     expected = model.decoder.final_layernorm.weight.detach().clone()
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
