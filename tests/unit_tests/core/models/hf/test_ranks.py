@@ -1,8 +1,4 @@
-"""Golden checkpoints over tensor-, expert- and data-parallel ranks: each fills its own parts, and the logits are golden.
-
-Written out again through a training checkpoint, which any number of processes reads:
-tests/functional_tests/test_parallel.py.
-"""
+"""Golden checkpoints over tensor-, expert- and data-parallel ranks: each fills its parts, and the logits are golden."""
 
 from __future__ import annotations
 
