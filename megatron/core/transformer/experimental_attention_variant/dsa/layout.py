@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,25 +43,6 @@ class Segment:
     def key_stop(self) -> int:
         """End of the keys that the last row sees."""
         return self.key_start + self.causal_offset + self.num_rows
-
-
-class KernelSegments(NamedTuple):
-    """The layout as variable-length kernels take it: segments that tile the rows, each owning a run of keys.
-
-    Attributes:
-        cu_q: int32 ``[N + 1]`` row offsets; padding rows ride at the end of the segment before them.
-        cu_k: int32 ``[N + 1]`` offsets into the gathered keys.
-        causal_offsets: int32 ``[N]``.
-        key_gather: int64 ids of the gathered keys, or None where the keys already lie so.
-        host_cu_q, host_cu_k: the offsets on the host.
-    """
-
-    cu_q: Tensor
-    cu_k: Tensor
-    causal_offsets: Tensor
-    key_gather: Tensor | None
-    host_cu_q: tuple[int, ...]
-    host_cu_k: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,9 +160,9 @@ def zigzag_key_order(
     return None if cp_size == 1 else _zigzag_key_order(tuple(padded_offsets), cp_size, torch.device(device))
 
 
-def kernel_segments(layout: Layout, device: torch.device | str) -> KernelSegments:
-    """The layout for variable-length kernels; rows of padding before the first segment form one with a single key."""
-    return _kernel_segments(layout, torch.device(device))
+def send(host: Tensor, device: torch.device) -> Tensor:
+    """To the device without waiting for it: a copy from pageable memory would."""
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 # The views are made outside inference mode and on a named device: an evaluation, or a model built under another default
@@ -196,7 +176,7 @@ def _row_bounds(layout: Layout, device: torch.device) -> tuple[Tensor, Tensor]:
         starts[s.row_start : s.row_stop] = s.key_start
         first_end = s.key_start + s.causal_offset + 1
         ends[s.row_start : s.row_stop] = torch.arange(first_end, first_end + s.num_rows, device="cpu")
-    return _send(starts, device), _send(ends, device)
+    return send(starts, device), send(ends, device)
 
 
 @lru_cache(maxsize=_CACHED_VIEWS)
@@ -219,33 +199,7 @@ def _visible_keys(layout: Layout, device: torch.device) -> Tensor:
     seen = torch.zeros(layout.num_keys, dtype=torch.bool, device="cpu")
     for s in layout.segments:
         seen[s.key_start : s.key_stop] = True
-    return _send(seen, device)
-
-
-@lru_cache(maxsize=_CACHED_VIEWS)
-@torch.inference_mode(False)
-def _kernel_segments(layout: Layout, device: torch.device) -> KernelSegments:
-    # (first row, first key, keys, causal offset); each entry's rows reach up to the next entry's first row.
-    entries = [(s.row_start, s.key_start, s.key_stop - s.key_start, s.causal_offset) for s in layout.segments]
-    if not entries or entries[0][0] > 0:
-        entries.insert(0, (0, 0, min(1, layout.num_keys), 0))
-    cu_q = (*(entry[0] for entry in entries), layout.num_rows)
-    cu_k = [0]
-    for _, _, keys, _ in entries:
-        cu_k.append(cu_k[-1] + keys)
-    runs = [torch.arange(start, start + keys, device="cpu") for _, start, keys, _ in entries]
-    gather: Tensor | None = torch.cat(runs)
-    in_place = all(start == at for (_, start, _, _), at in zip(entries, cu_k, strict=False))
-    if in_place and cu_k[-1] == layout.num_keys:
-        gather = None
-    return KernelSegments(
-        _send(torch.tensor(cu_q, dtype=torch.int32, device="cpu"), device),
-        _send(torch.tensor(cu_k, dtype=torch.int32, device="cpu"), device),
-        _send(torch.tensor([entry[3] for entry in entries], dtype=torch.int32, device="cpu"), device),
-        None if gather is None else _send(gather, device),
-        cu_q,
-        tuple(cu_k),
-    )
+    return send(seen, device)
 
 
 @lru_cache(maxsize=_CACHED_VIEWS)
@@ -259,12 +213,7 @@ def _zigzag_key_order(padded: tuple[int, ...], cp_size: int, device: torch.devic
     inverse = torch.cat(held) if held else torch.zeros(0, dtype=torch.int64, device="cpu")
     order = torch.empty_like(inverse)
     order[inverse] = torch.arange(inverse.numel(), device="cpu")
-    return _send(order, device), _send(inverse, device)
-
-
-def _send(view: Tensor, device: torch.device) -> Tensor:
-    """To the device without waiting for it: a copy from pageable memory would."""
-    return view.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else view.to(device)
+    return send(order, device), send(inverse, device)
 
 
 def _zigzag_chunks(padded_length: int, cp_size: int, cp_rank: int) -> tuple[int, tuple[int, int]]:

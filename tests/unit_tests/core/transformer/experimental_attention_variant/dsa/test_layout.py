@@ -8,8 +8,10 @@ bottom-right to top-left, lengths that did not match clipped keys.
 
 from __future__ import annotations
 
+import ast
 from dataclasses import FrozenInstanceError
-from itertools import accumulate, pairwise
+from itertools import accumulate
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -18,8 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.core.transformer.experimental_attention_variant.dsa import Layout, Segment, row_bounds
+from megatron.core.transformer.experimental_attention_variant.dsa import layout as layout_module
 from megatron.core.transformer.experimental_attention_variant.dsa.layout import (
-    kernel_segments,
     positions,
     valid_rows,
     visible_keys,
@@ -174,51 +176,6 @@ def test_slicing_twice_is_slicing_once(shard: tuple[Documents, int, int], data: 
     assert hash(twice) == hash(layout.slice_rows(start + low, stop))
 
 
-@given(shards(), st.data())
-def test_kernel_segments_tile_the_rows_and_own_their_keys(
-    shard: tuple[Documents, int, int], data: st.DataObject
-) -> None:
-    layout = layout_of(*shard)
-    start = data.draw(st.integers(0, layout.num_rows))
-    layout = layout.slice_rows(start, data.draw(st.integers(start, layout.num_rows)))
-    kernel = kernel_segments(layout, "cpu")
-    assert kernel.cu_q.dtype == kernel.cu_k.dtype == kernel.causal_offsets.dtype == torch.int32
-    assert tuple(kernel.cu_q.tolist()) == kernel.host_cu_q and tuple(kernel.cu_k.tolist()) == kernel.host_cu_k
-    assert kernel.host_cu_q[0] == 0 and kernel.host_cu_q[-1] == layout.num_rows
-    assert all(a <= b for a, b in pairwise(kernel.host_cu_q))
-    assert len(kernel.host_cu_q) == len(kernel.host_cu_k) == len(kernel.causal_offsets) + 1
-    gather = torch.arange(layout.num_keys) if kernel.key_gather is None else kernel.key_gather
-    assert len(gather) == kernel.host_cu_k[-1]
-    expected = visible_of(layout)
-    spans = zip(pairwise(kernel.host_cu_q), pairwise(kernel.host_cu_k), kernel.causal_offsets.tolist(), strict=True)
-    for (first, last), (key_first, key_last), offset in spans:
-        for row in range(first, last):
-            stop = min(key_first + offset + row - first + 1, key_last)
-            if expected[row]:  # padding rows ride along; their selected length is 0
-                assert set(gather[key_first:stop].tolist()) == expected[row]
-                assert stop == key_first + offset + row - first + 1
-    # A document's two zigzag chunks see overlapping keys: at most twice what is visible, and one for leading padding.
-    assert kernel.host_cu_k[-1] <= 2 * int(visible_keys(layout, "cpu").sum()) + 1
-
-
-def test_keys_that_lie_in_place_are_not_gathered() -> None:
-    assert kernel_segments(Layout.causal(3, 5), "cpu").key_gather is None
-    assert kernel_segments(Layout.packed((0, 4, 4, 9)), "cpu").key_gather is None
-    assert kernel_segments(Layout.packed((0, 4, 9), (0, 6, 11)), "cpu").key_gather is not None
-    assert kernel_segments(Layout.zigzag((0, 8), 2, 0), "cpu").key_gather is not None
-
-
-def test_leading_padding_is_a_segment_with_one_key() -> None:
-    layout = Layout(5, 4, (Segment(2, 5, 0, 0),))
-    kernel = kernel_segments(layout, "cpu")
-    assert kernel.host_cu_q == (0, 2, 5) and kernel.host_cu_k == (0, 1, 4)
-    assert kernel.key_gather is not None and kernel.key_gather.tolist() == [0, 0, 1, 2]
-    only_padding = kernel_segments(Layout(3, 4, ()), "cpu")
-    assert only_padding.host_cu_q == (0, 3) and only_padding.host_cu_k == (0, 1)
-    no_keys = kernel_segments(Layout(3, 0, ()), "cpu")
-    assert no_keys.host_cu_q == (0, 3) and no_keys.host_cu_k == (0, 0)
-
-
 @given(st.integers(0, 4), st.integers(0, 7))
 def test_a_batch_is_equal_documents(batch: int, length: int) -> None:
     layout = Layout.causal(batch, length)
@@ -309,7 +266,7 @@ def test_a_slice_outside_the_rows_is_refused(start: int, stop: int) -> None:
 
 
 def test_equal_layouts_share_their_views() -> None:
-    views = (row_bounds, valid_rows, positions, visible_keys, kernel_segments)
+    views = (row_bounds, valid_rows, positions, visible_keys)
     for view in views:
         assert view(Layout.packed((0, 3, 8)), "cpu") is view(Layout.packed((0, 3, 8)), torch.device("cpu"))
 
@@ -318,9 +275,12 @@ def test_views_made_under_inference_mode_can_be_used_in_training() -> None:
     """The first user of a layout may be an evaluation: what it caches must not poison the training step after it."""
     layout = Layout.packed((0, 3, 11), (0, 4, 14))
     with torch.inference_mode():
-        bounds, kernel = row_bounds(layout, "cpu"), kernel_segments(layout, "cpu")
-        views = [*bounds, valid_rows(layout, "cpu"), positions(layout, "cpu"), visible_keys(layout, "cpu")]
-    views += [view for view in kernel[:4] if view is not None]
+        views = [
+            *row_bounds(layout, "cpu"),
+            valid_rows(layout, "cpu"),
+            positions(layout, "cpu"),
+            visible_keys(layout, "cpu"),
+        ]
     assert not any(view.is_inference() for view in views)
     weight = torch.ones(14, 2, requires_grad=True)
     weight.index_select(0, positions(layout, "cpu")).sum().backward()  # saves the view for backward
@@ -332,5 +292,18 @@ def test_views_do_not_depend_on_the_default_device() -> None:
     with torch.device("meta"):
         assert row_bounds(layout, "cpu")[0].device.type == "cpu"
         assert visible_keys(layout, "cpu").sum() == 9
-        gather = kernel_segments(layout, "cpu").key_gather
-        assert gather is not None and gather.tolist() == [0, 1, 4, 5, 6, 7, 8, 9, 10]
+        order = zigzag_key_order((0, 4), 2, "cpu")
+        assert order is not None and order[0].device.type == "cpu"
+
+
+def calls_in(path: Path) -> set[str]:
+    tree = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    return {ast.unparse(node.func).split(".")[-1] for node in tree if isinstance(node, ast.Call)}
+
+
+def test_every_view_has_a_user_and_pinned_copies_have_one_place() -> None:
+    own = Path(layout_module.__file__)
+    functions = [node.name for node in ast.parse(own.read_text("utf-8")).body if isinstance(node, ast.FunctionDef)]
+    others = {path: calls_in(path) for path in own.parent.rglob("*.py") if path != own}
+    assert {name for name in functions if name[0] != "_"} <= set().union(*others.values())
+    assert not any("pin_memory" in calls for calls in others.values())

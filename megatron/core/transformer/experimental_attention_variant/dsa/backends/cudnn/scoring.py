@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from ...config import DSAConfig
-from ...layout import Layout, Segment
+from ...layout import Layout, Segment, send
 from ...precision import quantize_operands
 from ...quantization import Quantized, quantize_e4m3
 from ..protocol import IndexerInputs, QuantizedInputs
@@ -179,7 +179,7 @@ def _build_calls(groups: list[tuple[list[Segment], int]], device: torch.device, 
         vectors.append([s.row_start - first for s in group] + [stop - first])
         vectors.append(_key_offsets(group))
         vectors.append([s.causal_offset for s in group])
-    on_device = _send(vectors, device)
+    on_device = _send_together(vectors, device)
     calls = []
     for (group, stop), cu_q, cu_k, offsets, rows, keys in zip(
         groups, on_device[::3], on_device[1::3], on_device[2::3], vectors[::3], vectors[1::3], strict=True
@@ -220,15 +220,12 @@ def _keys_of(group: list[Segment], device: torch.device) -> tuple[int, int] | Te
     return torch.cat([torch.arange(s.key_start, s.key_stop, device=device) for s in group])
 
 
-def _send(vectors: list[list[int]], device: torch.device) -> list[Tensor]:
-    """All vectors to the device in one copy that does not wait; each starts at a 16-byte boundary."""
+def _send_together(vectors: list[list[int]], device: torch.device) -> list[Tensor]:
+    """All vectors to the device in one copy; each starts at a 16-byte boundary."""
     flat: list[int] = []
     places = []
     for vector in vectors:
         places.append((len(flat), len(flat) + len(vector)))
         flat += vector + [0] * (-len(vector) % 4)
-    host = torch.tensor(flat, dtype=torch.int32)
-    if device.type == "cuda":
-        host = host.pin_memory()
-    sent = host.to(device, non_blocking=True)
+    sent = send(torch.tensor(flat, dtype=torch.int32, device="cpu"), device)
     return [sent[start:stop] for start, stop in places]
