@@ -35,11 +35,6 @@ def require_parallel(model: MLATransformerConfig, world_size: int) -> ParallelSi
             "--experimental-attention-variant dsa, since dense attention runs on whole sequences and heads: set both "
             "to 1."
         )
-    if rows_shared > 1 and model.moe_router_load_balancing_type != "none" and model.moe_aux_loss_coeff:
-        raise ValueError(
-            "--moe-router-load-balancing-type seq_aux_loss needs whole documents on a rank, but tensor and context "
-            "parallelism spread their rows: use none with --moe-router-enable-expert-bias, or set both sizes to 1."
-        )
     widths = {
         "--num-attention-heads": model.num_attention_heads,
         "--ffn-hidden-size": model.ffn_hidden_size,

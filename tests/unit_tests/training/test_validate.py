@@ -68,11 +68,6 @@ UNPARALLEL: list[tuple[int, dict[str, object], str]] = [
     (2, {EP: 2, "num_moe_experts": None, "moe_layer_freq": 1}, "--num-experts None does not split"),
     (2, {TP: 2, "ffn_hidden_size": 47}, "--ffn-hidden-size 47 does not split over --tensor-model-parallel-size 2"),
     (2, {CP: 2, "experimental_attention_variant": None}, "needs --experimental-attention-variant dsa"),
-    (
-        2,
-        {TP: 2, "moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.1},
-        "needs whole documents on a rank",
-    ),
 ]
 
 

@@ -10,7 +10,13 @@ microbatches, gradient accumulation and loss scaling, and where the normalizer i
 documents are spread over microbatches. With documents of one length and the default normalizer it is Megatron-LM's
 mean over the sequences of a microbatch.
 
-Shape legend: T rows, E experts, K experts chosen, N documents.
+A document's rows may lie on several tensor- and context-parallel ranks. The counts behind ``f_e`` are summed over them,
+without a gradient. ``L`` is linear in each row's scores, so every rank then adds up, and back-propagates, the share of
+its own rows: the loss is the sum of the shares, and nothing is sent back. Ranks number documents alike: in order where
+each knows all of them, else (zigzag rows, of which a short document leaves some ranks none) by the place of their first
+key, a multiple of twice the context-parallel ranks. So the message then has ``num_keys / (2 * cp)`` rows of E counts.
+
+Shape legend: T rows, E experts, K experts chosen, N documents, or places of documents.
 """
 
 from __future__ import annotations
@@ -18,24 +24,45 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from megatron.core.tensor_parallel.mappings import group_size, own_rows
 from megatron.core.transformer.experimental_attention_variant.dsa.layout import Layout, row_bounds, valid_rows
 
 _CACHED_VIEWS = 64
 
 
-def sequence_balance_loss(scores_TE: Tensor, topk: int, layout: Layout) -> Tensor:
-    """Sum over documents of rows times balance loss, an FP32 scalar; ``scores_TE`` are those of the valid rows."""
-    num_experts = scores_TE.shape[1]
-    document_T, lengths_N = _documents(layout, scores_TE.device)
+def sequence_balance_loss(
+    scores_TE: Tensor,
+    topk: int,
+    layout: Layout,
+    tp_group: ProcessGroup | None = None,
+    cp_group: ProcessGroup | None = None,
+) -> Tensor:
+    """Own rows' share of the sum over documents of rows times balance loss, an FP32 scalar.
+
+    Args:
+        scores_TE: scores of the valid rows of this rank's part of ``layout``.
+        topk: experts that count as chosen.
+        layout: rows of this context-parallel rank.
+        tp_group: ranks that share these rows out, in equal parts.
+        cp_group: ranks that hold other rows of the same documents.
+    """
+    document_T, documents = _documents(layout, group_size(cp_group), scores_TE.device)
+    start, stop = own_rows(layout.num_rows, tp_group)
+    before = layout.slice_rows(0, start).num_valid_rows
+    document_T = document_T[before : before + layout.slice_rows(start, stop).num_valid_rows]
     chosen_TE = torch.zeros_like(scores_TE).scatter_(1, scores_TE.detach().topk(topk, dim=-1).indices, 1.0)
+    counts_NE = scores_TE.new_zeros(documents, scores_TE.shape[1]).index_add_(0, document_T, chosen_TE)
+    for group in (tp_group, cp_group):
+        if group is not None and group_size(group) > 1:
+            dist.all_reduce(counts_NE, group=group)
+    load_NE = counts_NE / counts_NE.sum(dim=-1, keepdim=True).clamp(min=1)  # each row counts K times
     share_TE = scores_TE / (scores_TE.sum(dim=-1, keepdim=True) + 1e-20)
-    sums = scores_TE.new_zeros(2, len(lengths_N), num_experts)
-    counts_NE = sums[0].index_add(0, document_T, chosen_TE)
-    shares_NE = sums[1].index_add(0, document_T, share_TE)
-    return (counts_NE * shares_NE / lengths_N[:, None]).sum() * (num_experts / topk)
+    return (load_NE[document_T] * share_TE).sum() * scores_TE.shape[1]
 
 
 @lru_cache(maxsize=_CACHED_VIEWS)
@@ -46,11 +73,11 @@ def valid_row_ids(layout: Layout, device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=_CACHED_VIEWS)
-def _documents(layout: Layout, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Document of each valid row, and rows of each document: rows of one document see the same first key."""
+def _documents(layout: Layout, cp_size: int, device: torch.device) -> tuple[Tensor, int]:
+    """Number of each valid row's document, and how many numbers there are: rows of one document see one first key."""
     starts, _ = row_bounds(layout, device)
-    first_key_T = starts[valid_row_ids(layout, device)]
+    first_key_T = starts[valid_row_ids(layout, device)].long()
+    if cp_size > 1:
+        return first_key_T // (2 * cp_size), -(-layout.num_keys // (2 * cp_size))
     document_T = F.pad((first_key_T[1:] != first_key_T[:-1]).long().cumsum(0), (min(len(first_key_T), 1), 0))
-    documents = len({segment.key_start for segment in layout.segments})
-    lengths_N = torch.zeros(documents, dtype=torch.int64, device=device)
-    return document_T, lengths_N.index_add_(0, document_T, torch.ones_like(document_T))
+    return document_T, len({segment.key_start for segment in layout.segments})

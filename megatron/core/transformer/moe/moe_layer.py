@@ -47,9 +47,6 @@ class MoELayer(MegatronModule):
         submodules: specs of router and experts.
         layer_number: 1-based; side losses and loads are kept under it.
         pg_collection: process groups; None in one process.
-
-    Raises:
-        ValueError: a balance loss where a document's rows are spread over ranks.
     """
 
     def __init__(
@@ -62,12 +59,7 @@ class MoELayer(MegatronModule):
         super().__init__(config)
         self.layer_number = layer_number
         groups = pg_collection or ProcessGroupCollection()
-        self.tp_group = groups.tp
-        if self._has_balance_loss and group_size(groups.tp) * group_size(groups.cp) > 1:
-            raise ValueError(
-                "moe_router_load_balancing_type='seq_aux_loss' needs whole documents on a rank, but tensor or context "
-                "parallelism spreads their rows: use 'none' with moe_router_enable_expert_bias, or set both sizes to 1."
-            )
+        self.tp_group, self.cp_group = groups.tp, groups.cp
         self.router = build_module(submodules.router, config=config)
         if group_size(self.tp_group) > 1:
             sum_gradient_over_tp(self.router.weight)
@@ -115,16 +107,14 @@ class MoELayer(MegatronModule):
             context.losses.expert_loads[self.layer_number] = load_E
         return output
 
-    @property
-    def _has_balance_loss(self) -> bool:
-        return self.config.moe_router_load_balancing_type == "seq_aux_loss" and self.config.moe_aux_loss_coeff != 0
-
     def _attach_balance_loss(self, routing: Routing, context: ForwardContext) -> Routing:
-        if not self._has_balance_loss:
+        coeff = self.config.moe_aux_loss_coeff
+        if self.config.moe_router_load_balancing_type == "none" or coeff == 0:
             return routing
-        loss_sum = sequence_balance_loss(routing.scores_TE, self.config.moe_router_topk, context.layout)
+        rows = context.layout, self.tp_group, self.cp_group
+        loss_sum = sequence_balance_loss(routing.scores_TE, self.config.moe_router_topk, *rows)
         context.losses.balance_sums[self.layer_number] = loss_sum.detach()
-        scaled = self.config.moe_aux_loss_coeff * context.losses.scale(context.layout.num_valid_rows) * loss_sum
+        scaled = coeff * context.losses.scale(context.layout.num_valid_rows) * loss_sum
         return routing._replace(weights_TK=attach_loss(routing.weights_TK, scaled))
 
 

@@ -208,12 +208,6 @@ def test_a_width_that_does_not_split_is_refused() -> None:
         GroupedMLP(tiny_config(num_moe_experts=3), ProcessGroupCollection(ep=_Fake(0)))  # type: ignore[arg-type]
 
 
-def test_a_balance_loss_over_spread_documents_is_refused() -> None:
-    config = tiny_config(moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=0.1)
-    with pytest.raises(ValueError, match="needs whole documents on a rank"):
-        moe(config, ProcessGroupCollection(cp=_Fake(0)))  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(("sizes", "message"), [((6, 4, 1, 1), "tensor_model_parallel_size=4"), ((6, 1, 1, 4), "=4")])
 def test_sizes_that_do_not_divide_are_refused(sizes: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
