@@ -1,7 +1,8 @@
 """The kernels that a workload must run, alone: the floor that the wiring is measured against.
 
 Operands are made once; each kernel is called as its library's documentation says, rows in chunks of 8192 with causal
-offsets, and timed by itself. Nothing of the backend under test is used but the selection's own indices.
+offsets, and timed by itself. Nothing of the backend under test is used but the selection's own indices, and its kernel
+for the log-sum-exp.
 """
 
 from __future__ import annotations
@@ -13,11 +14,15 @@ from cudnn import DSA
 from flash_mla import flash_mla_sparse_fwd
 from torch import Tensor
 
+from megatron.core.transformer.experimental_attention_variant.dsa.backends.cudnn.triton_lse import visible_lse
+
 from .timing import milliseconds
 from .workloads import LATENT, Bench
 
 CHUNK = 8192
 DENSE_CHUNK = 2048
+# The library has no kernel for the log-sum-exp of each head over all keys; ours is timed beside the bare kernels.
+OWN_LSE = "log-sum-exp of each head (ours)"
 
 
 def bare_milliseconds(bench: Bench, indices: Tensor, length: Tensor) -> dict[str, float]:
@@ -31,7 +36,7 @@ def bare_milliseconds(bench: Bench, indices: Tensor, length: Tensor) -> dict[str
     if bench.workload.loss == "sparse":
         kernels |= {"target": floor.target, "indexer backward": floor.indexer_backward}
     if bench.workload.loss == "dense":
-        kernels |= {"dense scores, target and backward": floor.dense}
+        kernels |= {"dense scores, target and backward": floor.dense, OWN_LSE: floor.lse_of_heads}
     return {name: milliseconds(kernel) for name, kernel in kernels.items()}
 
 
@@ -109,3 +114,8 @@ class _Floor:
                 self.qi64[None, start:stop], self.w64[None, start:stop], self.ki[None, :stop], target["out"],
                 target["denom"], scores, target["denom"], self.one, q_causal_offsets=self.offsets[start],
             )  # fmt: skip
+
+    def lse_of_heads(self) -> None:
+        for start in range(0, self.rows, DENSE_CHUNK):
+            stop = min(start + DENSE_CHUNK, self.rows)
+            visible_lse(self.q[start:stop], self.kv[:stop], self.scale, start)

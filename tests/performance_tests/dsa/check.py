@@ -28,22 +28,35 @@ def check(bench: Bench) -> str | None:
     starts, ends = (bounds.tolist() for bounds in row_bounds(bench.layout, output.device))
     rows = torch.linspace(0, bench.layout.num_rows - 1, SAMPLES).long().tolist()
     for row in rows:
-        reason = _check_row(bench, row, (starts[row], ends[row]), topk.indices_TK[row], output[row])
-        if reason:
-            return f"row {row}: {reason}"
+        ids = topk.indices_TK[row]
+        chosen = ids[ids >= 0].long()
+        if not _are_best(bench, row, (starts[row], ends[row]), chosen):
+            return f"row {row}: the selected keys are not the best ones"
+        for name, error in _errors(bench, row, chosen, (output[row], grads[0][row])).items():
+            if not error < TOLERANCE:
+                return f"row {row}: the {name} is off by {error:.1e}"
     return None
 
 
-def _check_row(bench: Bench, row: int, bounds: tuple[int, int], ids: Tensor, output: Tensor) -> str | None:
+def _are_best(bench: Bench, row: int, bounds: tuple[int, int], chosen: Tensor) -> bool:
     start, end = bounds
     q, k, w = (x.detach() for x in bench.indexer_leaves())
     scores = w[row] @ (q[row].float() @ k[start:end].float().T).relu()
-    chosen = ids[ids >= 0].long()
     best = scores.topk(min(bench.workload.k, end - start)).values.sort().values
-    if chosen.numel() != best.numel() or not torch.allclose(scores[chosen - start].sort().values, best, atol=1e-4):
-        return "the selected keys are not the best ones"
+    return chosen.numel() == best.numel() and torch.allclose(scores[chosen - start].sort().values, best, atol=1e-4)
+
+
+def _errors(bench: Bench, row: int, chosen: Tensor, found: tuple[Tensor, Tensor]) -> dict[str, float]:
+    """Relative errors of a row's output and of its query's gradient."""
     keys = bench.kv.detach()[chosen].float()
-    weights = (bench.q.detach()[row].float() @ keys.T * bench.module.softmax_scale).softmax(-1)
-    wanted = (weights @ keys[:, :LATENT]).flatten()
-    error = float((output.float() - wanted).norm() / wanted.norm())
-    return None if error < TOLERANCE else f"output is off by {error:.1e}"
+    dout_HV = bench.dout[row].float().view(bench.workload.heads, LATENT)
+    with torch.enable_grad():
+        q_HD = bench.q.detach()[row].float().requires_grad_()
+        out_HV = (q_HD @ keys.T * bench.module.softmax_scale).softmax(-1) @ keys[:, :LATENT]
+        (dq_HD,) = torch.autograd.grad(out_HV, q_HD, dout_HV)
+    pairs = {"output": (found[0], out_HV.detach()), "gradient of q": (found[1], dq_HD)}
+    return {
+        name: float((ours.float().flatten() - wanted.flatten()).norm() / wanted.norm())
+        for name, (ours, wanted) in pairs.items()
+        if bool(wanted.any())  # with a single key, the softmax is constant
+    }

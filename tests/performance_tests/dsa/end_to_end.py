@@ -7,8 +7,8 @@ both: the mean language-model loss of the last 50 steps must agree. "precision":
 ``dsa_indexer_rope_fp32`` and ``dsa_indexer_scoring_precision`` on the kernels, loss off, and how much of what they
 select with equal (trained) weights is the same.
 
-The runs share the GPU and go side by side, so their step times are no benchmark. Markdown on stdout; exit code 1 if a
-run failed, a loss is not finite, or a pair differs by more than ``LOSS_TOLERANCE``.
+The runs go side by side, shared out over the visible GPUs, so their step times are no benchmark. Markdown on stdout;
+exit code 1 if a run failed, a loss is not finite, or a pair differs by more than ``LOSS_TOLERANCE``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -43,7 +44,7 @@ MODEL = """
 """.split()
 TRAINING = """
     --seq-length 2048 --micro-batch-size 1 --global-batch-size 4 --reset-attention-mask
-    --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 20 --eval-iters 1 --eval-interval 1000
+    --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-fraction 0.1 --eval-iters 1 --eval-interval 1000
     --log-interval 50 --dsa-log-mass-interval 50
 """.split()
 LOSSES = {
@@ -70,13 +71,18 @@ def make_data(out: Path) -> list[str]:
     return ["--train-data-path", train, "--valid-data-path", valid]
 
 
-def start(name: str, flags: list[str], out: Path) -> subprocess.Popen[bytes]:
-    """One training run in the background; its log and metrics land in ``out/name``."""
+def start(name: str, flags: list[str], out: Path, gpu: str) -> subprocess.Popen[bytes]:
+    """One training run in the background, on one GPU; its log and metrics land in ``out/name``."""
     folder = out / name.replace(" ", "_")
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "megatron.training.pretrain_gpt", *MODEL, *TRAINING, *flags]
     log = (folder / "log.txt").open("wb")
-    return subprocess.Popen([*command, "--log-dir", str(folder)], stdout=log, stderr=subprocess.STDOUT)
+    return subprocess.Popen(
+        [*command, "--log-dir", str(folder)],
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": gpu},
+    )
 
 
 def lm_losses(name: str, out: Path) -> list[float]:
@@ -146,6 +152,12 @@ def planned(only: str | None) -> dict[str, list[str]]:
     return runs
 
 
+def visible_gpus() -> list[str]:
+    """Names that ``CUDA_VISIBLE_DEVICES`` can take, one for each GPU."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else [str(number) for number in range(torch.cuda.device_count())]
+
+
 def judge(means: dict[str, float]) -> list[str]:
     """What went wrong: runs that failed, and losses in which kernels and reference differ too much."""
     bad = [name for name, mean in means.items() if math.isnan(mean)]
@@ -170,7 +182,11 @@ def main() -> int:
     runs, checkpoint = planned(arguments.only), arguments.out / "weights"
     if "bf16" in runs:
         runs["bf16"] += ["--save", str(checkpoint)]
-    processes = {name: start(name, [*common, *flags], arguments.out) for name, flags in runs.items()}
+    gpus = visible_gpus()  # the two of a pair side by side: a reference run is the slow one
+    processes = {
+        name: start(name, [*common, *flags], arguments.out, gpus[number // 2 % len(gpus)])
+        for number, (name, flags) in enumerate(runs.items())
+    }
     failed = [name for name, process in processes.items() if process.wait()]
     print(f"\n| run | LM loss, step 1 | LM loss, mean of last {LAST_STEPS} | indexer loss | attention mass |")
     print("|---|--:|--:|--:|--:|")

@@ -1,9 +1,9 @@
-"""Time released megatron-core's fused DSA attention on one benchmark case, in a process of its own.
+"""Time released megatron-core's fused DSA attention on benchmark cases, in a process of its own.
 
-    python peer_megatron_core.py HEADS INDEX_HEADS TOKENS off|sparse|dense TOPK
-
-Prints "forward / forward+backward ms, peak GiB", one repetition after one warm-up. FlashMLA's SM90 kernels stand behind
-an argument that megatron-core 0.19 does not pass, so the function is wrapped before it is imported.
+Reads cases from stdin, one a line: "HEADS INDEX_HEADS TOKENS off|sparse|dense TOPK". Answers each with a line, "forward
+/ forward+backward ms, peak GiB" (one repetition after one warm-up) or the error. It stays for all cases, so that its
+kernels compile once, and gives its memory back between them. FlashMLA's SM90 kernels stand behind an argument that
+megatron-core 0.19 does not pass, so the function is wrapped before it is imported.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from megatron.core.transformer.experimental_attention_variant import dsa_cudnn_k
 LATENT, ROPE, INDEX_DIM = 512, 64, 128
 
 
-def main(heads: int, index_heads: int, tokens: int, loss: str, k: int) -> None:
+def measure(heads: int, index_heads: int, tokens: int, loss: str, k: int) -> str:
+    """One case's figures."""
+
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
 
@@ -60,11 +62,23 @@ def main(heads: int, index_heads: int, tokens: int, loss: str, k: int) -> None:
         torch.cuda.synchronize()
         return 1e3 * (time.perf_counter() - start)
 
+    torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     first, both = milliseconds(forward), milliseconds(forward_backward)
     peak = (torch.cuda.max_memory_allocated() - before) / 2**30
-    print(f"{first:.1f} / {both:.1f}, {peak:.1f}")
+    return f"{first:.1f} / {both:.1f}, {peak:.1f}"
+
+
+def main() -> None:
+    for line in sys.stdin:
+        heads, index_heads, tokens, loss, k = line.split()
+        try:
+            answer = measure(int(heads), int(index_heads), int(tokens), loss, int(k))
+        except Exception as error:  # the next case may work
+            answer = f"failed: {type(error).__name__} {error}".splitlines()[0]
+        torch.cuda.empty_cache()
+        print(answer, flush=True)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], int(sys.argv[5]))
+    main()

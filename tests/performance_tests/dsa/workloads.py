@@ -23,7 +23,7 @@ LATENT, ROPE, INDEX_DIM = 512, 64, 128
 
 @dataclass(frozen=True)
 class Workload:
-    """One row of the results table."""
+    """One row of the results table; ``reuses`` times a layer that attends to another layer's selection."""
 
     heads: int
     index_heads: int
@@ -31,6 +31,7 @@ class Workload:
     loss: str = "off"
     k: int = 2048
     cp_size: int = 1
+    reuses: bool = False
 
     @property
     def name(self) -> str:
@@ -40,7 +41,8 @@ class Workload:
         )
         shape = shape.removeprefix("1x")
         cp = f" CP{self.cp_size}" if self.cp_size > 1 else ""
-        return f"H{self.heads} I{self.index_heads} K{self.k} S{shape}{cp} {self.loss}"
+        kind = f"{self.loss} reused" if self.reuses else self.loss
+        return f"H{self.heads} I{self.index_heads} K{self.k} S{shape}{cp} {kind}"
 
     def layout(self) -> Layout:
         """Causal documents; with context parallelism, the shard of rank 0 (one early chunk and the last one)."""
@@ -51,10 +53,11 @@ class Workload:
         losses = {"off": (None, False), "sparse": (0.001, True), "dense": (0.001, False)}
         coefficient, sparse = losses[self.loss]
         return SimpleNamespace(
-            num_layers=1, hidden_size=1024, num_attention_heads=self.heads, q_lora_rank=1024, kv_lora_rank=LATENT,
+            num_layers=2, hidden_size=1024, num_attention_heads=self.heads, q_lora_rank=1024, kv_lora_rank=LATENT,
             qk_head_dim=192, qk_pos_emb_head_dim=ROPE, layernorm_epsilon=1e-6, multi_latent_attention=True,
             dsa_indexer_n_heads=self.index_heads, dsa_indexer_head_dim=INDEX_DIM, dsa_indexer_topk=self.k,
             dsa_indexer_loss_coeff=coefficient, dsa_indexer_use_sparse_loss=sparse, dsa_kernel_backend="cudnn",
+            dsa_indexer_topk_freq=2 if self.reuses else 1, dsa_indexer_skip_topk_offset=1,
         )  # fmt: skip
 
 
@@ -86,12 +89,17 @@ class Bench:
         w = normal(rows, workload.index_heads, dtype=torch.float32) * (workload.index_heads * INDEX_DIM) ** -0.5
         self.indexer = IndexerInputs(normal(rows, workload.index_heads, INDEX_DIM), normal(keys, INDEX_DIM), w)
         for leaf in self.indexer_leaves():
-            leaf.requires_grad_(workload.loss != "off")
+            leaf.requires_grad_(workload.loss != "off" and not workload.reuses)
         self.dout = normal(rows, workload.heads * LATENT)
         self.x = torch.empty(rows, 0, device=device)
-        self.module = DSAttention(workload.config(), DSAttentionSubmodules(indexer=ModuleSpec(module=Operands)), 1)
-        self.module.indexer.operands = self.indexer  # type: ignore[union-attr]
+        indexer = DSAttentionSubmodules(indexer=ModuleSpec(module=Operands))
+        self.module = DSAttention(workload.config(), indexer, 2 if workload.reuses else 1)
         self.positions = positions(self.layout, device)
+        self.shared = TopKCache()
+        if isinstance(self.module.indexer, Operands):
+            self.module.indexer.operands = self.indexer
+        else:
+            self.shared.put(1, self.module.backend.select(self.indexer, self.layout, workload.k))
 
     def indexer_leaves(self) -> list[Tensor]:
         return [self.indexer.q_TID, self.indexer.k_SD, self.indexer.w_TI]
@@ -100,7 +108,8 @@ class Bench:
         return [x for x in (self.q, self.kv, *self.indexer_leaves()) if x.requires_grad]
 
     def forward(self) -> Tensor:
-        context = ForwardContext(self.layout, self.positions, TopKCache(), LossTracker())
+        cache = self.shared if self.workload.reuses else TopKCache()
+        context = ForwardContext(self.layout, self.positions, cache, LossTracker())
         output: Tensor = self.module(self.q, self.kv, x=self.x, qr=self.x, context=context)
         return output
 
