@@ -10,18 +10,18 @@ Like diff, it ends with code 0 where the selections are equal, 1 where they diff
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from megatron.core.transformer.experimental_attention_variant.dsa.selection_file import SavedTopK, read_topk
+from megatron.training.places import OneLineParser, path_text, require_writable
 
 PROGRAM = "compare_topk"
 POSITION_BINS = 64
@@ -59,12 +59,6 @@ class LayerComparison:
     first: Place | None
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        print(f"{PROGRAM}: {message}", file=sys.stderr)
-        sys.exit(2)
-
-
 def compare(a: SavedTopK, b: SavedTopK) -> Iterator[LayerComparison]:
     """Compare layer by layer.
 
@@ -84,17 +78,27 @@ def compare(a: SavedTopK, b: SavedTopK) -> Iterator[LayerComparison]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = _Parser(prog=PROGRAM, description="Compare two files of selected keys.", allow_abbrev=False)
-    parser.add_argument("a", metavar="A", type=Path, help="a file that save_topk or an inference engine wrote")
-    parser.add_argument("b", metavar="B", type=Path, help="another one, of the same input")
-    parser.add_argument("--png", metavar="FILE", type=Path, default=Path("compare_topk.png"), help="picture to write")
+    parser = OneLineParser(prog=PROGRAM, description="Compare two files of selected keys.", allow_abbrev=False)
+    parser.add_argument("a", metavar="A", type=path_text, help="a file that save_topk or an inference engine wrote")
+    parser.add_argument("b", metavar="B", type=path_text, help="another one, of the same input")
+    parser.add_argument(
+        "--png",
+        metavar="FILE",
+        type=path_text,
+        default="compare_topk.png",
+        help="picture to write (default: %(default)s)",
+    )
     options = parser.parse_args(arguments)
+    png = Path(options.png)
     try:
-        a, b = read_topk(options.a), read_topk(options.b)
+        if not png.parent.is_dir():
+            raise ValueError(f"--png {png} lies in {png.parent}, which is no folder: create it first.")
+        require_writable("The folder of --png", png.parent)
+        a, b = read_topk(Path(options.a)), read_topk(Path(options.b))
         layers = list(tqdm(compare(a, b), total=len(a.layers), unit="layer", disable=None, leave=False))
         print(report(layers))
-        draw(layers, max(a.tokens), f"{options.a.name} and {options.b.name}", options.png)
-        print(f"Picture: {options.png}")
+        draw(layers, max(a.tokens), f"{a.path.name} and {b.path.name}", png)
+        print(f"Picture: {png}")
     except (OSError, ValueError) as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 2

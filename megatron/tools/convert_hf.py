@@ -12,13 +12,12 @@ Left out: sharded conversion. The model must fit into this machine's memory in F
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,6 +29,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.training.checkpointing import LATEST, Progress, find_checkpoint, load_checkpoint, save_checkpoint
 from megatron.training.compute_params import as_fp32
 from megatron.training.config import CheckpointConfig
+from megatron.training.places import OneLineParser, path_text, require_writable
 
 PROGRAM = "convert_hf"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -42,18 +42,23 @@ _ONE_PROCESS = {
 }
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        print(f"{PROGRAM}: {message}", file=sys.stderr)
-        sys.exit(2)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog=PROGRAM, description="Convert checkpoints from and to Hugging Face.", allow_abbrev=False)
-    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser, metavar="import|export")
-    importing = commands.add_parser("import", help="Hugging Face folder -> checkpoint", allow_abbrev=False)
-    importing.add_argument("--hf", required=True, metavar="FOLDER", help="holds config.json and safetensors files")
-    importing.add_argument("--save", required=True, metavar="DIR", help="directory of the checkpoint")
+def _parser() -> OneLineParser:
+    parser = OneLineParser(
+        prog=PROGRAM, description="Convert checkpoints from and to Hugging Face.", allow_abbrev=False
+    )
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=OneLineParser, metavar="import|export")
+    what = "Hugging Face folder -> checkpoint"
+    importing = commands.add_parser("import", help=what, description=what, allow_abbrev=False)
+    importing.add_argument(
+        "--hf",
+        type=path_text,
+        required=True,
+        metavar="FOLDER",
+        help="folder that holds config.json and safetensors files",
+    )
+    importing.add_argument(
+        "--save", type=path_text, required=True, metavar="DIR", help="directory of the checkpoint to write"
+    )
     importing.add_argument(
         "--dsa-indexer-topk-freq",
         nargs="+",
@@ -62,13 +67,21 @@ def _parser() -> argparse.ArgumentParser:
         help="which layers select keys (1) or reuse them (0), one entry a layer; for irregular indexer_types",
     )
     importing.add_argument("--skip-mtp", action="store_true", help="leave out multi-token-prediction layers")
-    exporting = commands.add_parser("export", help="checkpoint -> Hugging Face folder", allow_abbrev=False)
-    exporting.add_argument("--load", required=True, metavar="DIR", help="directory of checkpoints")
-    exporting.add_argument("--hf", required=True, metavar="FOLDER", help="new folder to write")
-    exporting.add_argument("--ckpt-step", type=int, metavar="N", help="step to export instead of the latest")
+    what = "checkpoint -> Hugging Face folder"
+    exporting = commands.add_parser("export", help=what, description=what, allow_abbrev=False)
+    exporting.add_argument(
+        "--load", type=path_text, required=True, metavar="DIR", help="directory of checkpoints; the latest is exported"
+    )
+    exporting.add_argument(
+        "--hf", type=path_text, required=True, metavar="FOLDER", help="folder to write; it must not exist, or be empty"
+    )
+    exporting.add_argument("--ckpt-step", type=int, metavar="N", help="step of the checkpoint to export instead")
     exporting.add_argument("--dtype", choices=_DTYPES, help="data type to write instead of the model's own")
     exporting.add_argument(
-        "--tokenizer-from", metavar="FOLDER", help="checkpoint whose tokenizer files and token ids are taken over"
+        "--tokenizer-from",
+        type=path_text,
+        metavar="FOLDER",
+        help="Hugging Face folder whose tokenizer files and token ids are taken over",
     )
     return parser
 
@@ -80,12 +93,11 @@ def import_checkpoint(folder: Path, save: Path, skip_mtp: bool = False, schedule
         schedule: an explicit ``dsa_indexer_topk_freq`` list, for checkpoints with an irregular one.
 
     Raises:
-        ValueError: ``save`` holds a checkpoint already, or the folder cannot be read.
+        ValueError: ``save`` holds a checkpoint already or cannot be written to, or the folder cannot be read.
     """
     if (save / LATEST).exists():
         raise ValueError(f"--save {save} holds a checkpoint already: give another directory.")
-    if save.exists() and not save.is_dir():
-        raise ValueError(f"--save {save} is a file: give a directory.")
+    require_writable("--save", save)
     hf = read_config(folder)
     overrides: dict[str, Any] = {"dsa_indexer_scoring_precision": "bf16"}
     if schedule is not None:
@@ -103,9 +115,11 @@ def export_checkpoint(
     """Write the model of a checkpoint as a Hugging Face folder.
 
     Raises:
-        ValueError: there is no such checkpoint, its model cannot be expressed, or ``folder`` is in use.
+        ValueError: there is no such checkpoint, its model cannot be expressed, or ``folder`` is in use or cannot be
+            made.
     """
     require_free(folder)
+    require_writable("--hf", folder)
     options = CheckpointConfig(load=str(load), ckpt_step=step, exit_on_missing_checkpoint=True, finetune=True)
     checkpoint = find_checkpoint(options)
     assert checkpoint is not None

@@ -26,7 +26,7 @@ import re
 import textwrap
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Annotated, Any, Literal
@@ -48,11 +48,16 @@ from megatron.training.megatron_flags import ABSENT, ALIASES, ALWAYS
 from megatron.training.model_defaults import match_engine, model_defaults
 
 PROGRAM = "pretrain_gpt"
-_DESCRIPTION = textwrap.fill(
-    "Train a GPT with DeepSeek Sparse Attention. Flags carry Megatron-LM's names, with dashes or underscores. "
-    f"--preset NAME ({', '.join(PRESETS)}) sets the model's defaults, which --preset NAME --help shows.",
-    width=80,
+# The product of two, such as steps times batch size, fits into 64 bits. Seeds have a range of their own.
+LARGEST_INTEGER = 2**31 - 1
+_DESCRIPTION = "\n\n".join(  # tyro keeps no line breaks inside of a paragraph, and wraps none
+    (
+        "Train a GPT with DeepSeek Sparse Attention.",
+        "Flags carry Megatron-LM's names, with dashes or underscores.",
+        "The defaults that a preset sets are shown by --preset NAME --help.",
+    )
 )
+_DIRECTORIES = {"save", "load", "load-hf", "log-dir", "tensorboard-dir", "wandb-save-dir"}
 
 
 @dataclass
@@ -127,6 +132,7 @@ def parse_args(arguments: Sequence[str]) -> PretrainConfig:
     try:
         parsed = _run_tyro(given, model_defaults(given))
         fields = {group: _fields(getattr(parsed, group)) for group in _GROUPS}
+        _check_sizes(fields)
         fields["model"], notices = match_engine(fields["model"], given)
         values = {group: cls(**fields[group]) for group, cls in _GROUPS.items()}
     except ValueError as error:
@@ -136,6 +142,14 @@ def parse_args(arguments: Sequence[str]) -> PretrainConfig:
 
 def _fields(mirror: Any) -> dict[str, Any]:
     return {field.name: getattr(mirror, field.name) for field in dataclasses.fields(mirror)}
+
+
+def _check_sizes(fields: Mapping[str, Mapping[str, Any]]) -> None:
+    for group in fields.values():
+        for name, value in group.items():
+            if name != "seed" and isinstance(value, int) and value > LARGEST_INTEGER:
+                flag = "--" + name.replace("_", "-")
+                raise CommandLineError(f"{flag} is {value}, but integers go up to {LARGEST_INTEGER}: lower it.")
 
 
 # ---- from fields to flags ----
@@ -236,13 +250,11 @@ def _split(arguments: Sequence[str]) -> dict[str, list[str]]:
                 raise CommandLineError(f"{token!r} belongs to no flag: put a flag before it, see --help.")
             values.append(token)
             continue
-        name, separator, value = token.lstrip("-").partition("=")
-        name = "help" if token == "-h" else name.replace("_", "-")
+        name, separator, value = ("--help" if token == "-h" else token).lstrip("-").partition("=")
+        name = name.replace("_", "-")
         values = [value] if separator else []
-        if name in ALWAYS and name not in _known():
-            continue
-        _check_known(token, name)
-        given[name] = values
+        if _check_known(token, name):
+            given[name] = values
     for name, flag_values in given.items():
         _check_values(name, flag_values, given)
     return given
@@ -267,9 +279,11 @@ def _looks_like_flag(token: str) -> bool:
     return token.startswith("-") and len(token) > 1 and not re.match(r"-\.?\d", token)
 
 
-def _check_known(token: str, name: str) -> None:
-    if name in _known():
-        return
+def _check_known(token: str, name: str) -> bool:
+    """Refuse what is no flag; False for one that asks for what is so anyway."""
+    if token == "-h" or re.match("--[^-]", token):
+        if name in _known() or name in ALWAYS:
+            return name in _known()
     if name in ABSENT:
         raise CommandLineError(f"--{name}: {ABSENT[name]}.")
     candidates = [*_known(), *ALIASES]
@@ -290,6 +304,9 @@ def _check_values(name: str, values: list[str], given: dict[str, list[str]]) -> 
         return
     if not values:
         raise CommandLineError(f"--{name} has no value: give {flag.takes}.")
+    if "" in values:
+        what = "a directory" if name in _DIRECTORIES else flag.takes
+        raise CommandLineError(f"--{name} is empty: give {what}, or drop it.")
     if len(values) > 1 and not any(typing.get_origin(member) in (list, tuple) for member in flag.members):
         raise CommandLineError(f"--{name} takes {flag.takes}, but {len(values)} values were given: {' '.join(values)}.")
     if list[int] in flag.members and len(values) == 1 and values[0][:1] in ("[", "("):
@@ -344,7 +361,8 @@ def _run_tyro(given: dict[str, list[str]], model: MLATransformerConfig | None) -
 def _schema(model: MLATransformerConfig | None) -> type:
     """One plain dataclass whose fields mirror the groups; ``model`` holds the defaults of the model's flags."""
     defaults = {"model": model} if model else {}
-    preset_arg = tyro.conf.arg(help="Model whose shape to start from.", metavar="NAME", help_behavior_hint="")
+    preset_help = f"Model whose defaults to start from: {', '.join(PRESETS)}."
+    preset_arg = tyro.conf.arg(help=preset_help, metavar="NAME", help_behavior_hint="")
     fields: list[Any] = [("preset", Annotated[str | None, preset_arg], None)]
     for group, cls in _GROUPS.items():
         mirror = _mirror(cls, defaults.get(group))

@@ -24,20 +24,15 @@ from tqdm import tqdm
 from megatron.training.data.config import TOKENIZER_TYPES, DataConfig
 from megatron.training.data.indexed import IndexedDatasetBuilder, dtype_for_vocab
 from megatron.training.data.text import STDLIB, Document, Source, cap, find_sources, is_held_out, read_documents
+from megatron.training.places import OneLineParser, path_text, require_writable
 from megatron.training.tokenizer import Tokenizer, build_tokenizer
 
 BATCH_BYTES = 1 << 20
 STDLIB_HELD_OUT_ONE_IN = 20
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        print(f"preprocess_data: {message}", file=sys.stderr)
-        sys.exit(2)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+def _parser() -> OneLineParser:
+    parser = OneLineParser(
         prog="preprocess_data",
         description="Turn text into Megatron's indexed token files.",
         allow_abbrev=False,
@@ -45,6 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("input")
     group.add_argument(
         "--input",
+        type=path_text,
         nargs="+",
         required=True,
         metavar="X",
@@ -72,16 +68,20 @@ def _parser() -> argparse.ArgumentParser:
         "--tokenizer-type",
         metavar="NAME",
         default=TOKENIZER_TYPES[0],
-        help=f"one of {', '.join(TOKENIZER_TYPES)}; the first when unset",
+        help=f"one of {', '.join(TOKENIZER_TYPES)} (default: %(default)s)",
     )
-    group.add_argument("--tokenizer-model", metavar="PATH", help="HuggingFaceTokenizer: a tokenizer.json or its folder")
+    group.add_argument(
+        "--tokenizer-model", type=path_text, metavar="PATH", help="HuggingFaceTokenizer: a tokenizer.json or its folder"
+    )
     group.add_argument("--vocab-size", type=int, metavar="N", help="NullTokenizer: the number of different tokens")
     group.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document token")
     group.add_argument(
         "--workers", type=int, metavar="N", default=1, help="threads of HuggingFaceTokenizer (default: 1)"
     )
     group = parser.add_argument_group("output")
-    group.add_argument("--output-prefix", metavar="PREFIX", required=True, help="path that the files' names begin with")
+    group.add_argument(
+        "--output-prefix", type=path_text, metavar="PREFIX", required=True, help="path that the files' names begin with"
+    )
     group.add_argument(
         "--held-out-one-in",
         type=int,
@@ -107,8 +107,7 @@ def _check_output(prefix: str) -> None:
         raise ValueError(f"--output-prefix {prefix} is a folder: add the beginning of a file name.")
     if not folder.is_dir():
         raise ValueError(f"--output-prefix {prefix} lies in {folder}, which is no folder: create it first.")
-    if not os.access(folder, os.W_OK):
-        raise ValueError(f"--output-prefix {prefix} lies in {folder}, which cannot be written to: choose another.")
+    require_writable("The folder of --output-prefix", folder)
 
 
 def _checked_tokenizer(args: argparse.Namespace) -> Tokenizer:

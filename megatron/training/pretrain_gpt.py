@@ -17,6 +17,7 @@ import torch
 
 from megatron.training.arguments import PROGRAM, PretrainConfig, parse_args
 from megatron.training.config import DistributedConfig
+from megatron.training.places import require_writable
 from megatron.training.prepare import prepare
 from megatron.training.ranks import leave, rank, report_crash, wait_for_the_first, world_size
 from megatron.training.trainer import Trainer
@@ -45,12 +46,23 @@ def start(config: PretrainConfig, stack: ExitStack) -> Trainer:
     Raises:
         ValueError: one sentence about what cannot be used; nothing has been created.
     """
+    _require_places(config)
     config, tokenizer = complete(config)
     device = device_of(config)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     stack.enter_context(process_group(config.distributed, device))
     return Trainer(prepare(config, tokenizer, device))
+
+
+def _require_places(config: PretrainConfig) -> None:
+    """Every process writes its shards of a checkpoint; the first one alone writes the rest."""
+    places = {"--save": config.checkpoint.save}
+    if os.environ.get("RANK", "0") == "0":
+        places |= {"--log-dir": config.logging.log_dir, "--tensorboard-dir": config.logging.tensorboard_dir}
+    for flag, place in places.items():
+        if place is not None:
+            require_writable(flag, place)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

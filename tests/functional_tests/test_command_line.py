@@ -137,6 +137,22 @@ def test_a_run_that_cannot_start_says_one_sentence_and_creates_nothing(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.parametrize("flag", ["--save", "--log-dir", "--tensorboard-dir"])
+def test_a_directory_that_cannot_be_made_is_refused_before_training(
+    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for place, piece in (("/proc/x", "No such file or directory in /proc"), ("a" * 300, "File name too long")):
+        assert train(*RUN, flag, place) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"pretrain_gpt: {flag} {place} cannot be written to ({piece}")
+        assert said.count("\n") == 1 and list(tmp_path.iterdir()) == []
+
+
+def test_the_longest_run_that_a_flag_can_name_starts(tmp_path: Path) -> None:
+    assert train("--train-iters", 2**31 - 1, "--exit-interval", "1", "--log-dir", tmp_path, "--eval-iters", "0") == 0
+
+
 def test_a_real_process_exits_with_2(tmp_path: Path) -> None:
     process = spawn("--num-layer", "3", "--save", tmp_path / "save")
     assert process.communicate()[1].splitlines() == [

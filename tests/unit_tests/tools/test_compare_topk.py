@@ -116,7 +116,19 @@ def test_what_cannot_be_compared_ends_with_one_sentence(
     assert "No such file" in capsys.readouterr().err and not png.exists()
 
 
-@pytest.mark.parametrize("arguments", [["one"], ["a", "b", "--nope"], []])
+@pytest.mark.parametrize(
+    ("png", "message"),
+    [("gone/p.png", "gone, which is no folder: create it first."), ("/proc/p.png", "The folder of --png /proc cannot")],
+)
+def test_a_picture_that_cannot_be_written_is_refused_before_the_comparison(
+    png: str, message: str, same: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*map(str, same), "--png", png]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and captured.err.count("\n") == 1 and captured.out == ""
+
+
+@pytest.mark.parametrize("arguments", [["a", ""], ["a", "b", "--png="], ["one"], ["a", "b", "--nope"], []])
 def test_a_wrong_command_line_ends_with_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(arguments)

@@ -61,6 +61,11 @@ def test_spellings() -> None:
     assert parse_args(TINY).data.data_path == ()
 
 
+def test_integers_of_31_bits_and_seeds_of_32_are_taken() -> None:
+    config = parse_args([*TINY, "--train-iters", str(2**31 - 1), "--seed", str(2**32 - 1)])
+    assert (config.training.train_iters, config.data.seed) == (2**31 - 1, 2**32 - 1)
+
+
 def test_two_parses_share_no_state() -> None:
     parse_args(TINY).model.moe_layer_freq[0] = 1
     assert parse_args(TINY).model.moe_layer_freq == [0, 1, 1, 1]
@@ -70,6 +75,17 @@ REFUSED = [
     ("--num-layer 3", "--num-layer is no flag of this program: did you mean --num-layers?"),
     ("--dsa-topk 3", "did you mean --dsa-indexer-topk?"),
     ("-x", "-x is no flag of this program"),
+    ("---lr 3", "---lr is no flag of this program: did you mean --lr?"),
+    ("-lr 3", "-lr is no flag of this program: did you mean --lr?"),
+    ("---use-mcore-models", "---use-mcore-models is no flag of this program"),
+    ("---num-experts 4", "---num-experts is no flag of this program: did you mean --num-experts?"),
+    ("--save=", "--save is empty: give a directory, or drop it."),
+    ("--load-hf=", "--load-hf is empty: give a directory, or drop it."),
+    ("--wandb-save-dir=", "--wandb-save-dir is empty: give a directory, or drop it."),
+    ("--data-path=", "--data-path is empty: give a list (a text each), or drop it."),
+    ("--tokenizer-model=", "--tokenizer-model is empty: give a text, or drop it."),
+    (f"--train-iters {10**30}", f"--train-iters is {10**30}, but integers go up to 2147483647: lower it."),
+    (f"--hidden-size {2**31}", "--hidden-size is 2147483648, but integers go up to 2147483647: lower it."),
     ("--bf16 true", "--bf16 is a switch, but it was followed by 'true'"),
     ("--bf16=true", "--bf16 is a switch, but it was followed by 'true'"),
     ("--lr", "--lr has no value: give a number."),
