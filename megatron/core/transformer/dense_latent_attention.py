@@ -61,7 +61,7 @@ class DenseLatentAttention(MegatronModule):
             ``[T, H * V]``, zero on padding rows.
         """
         latent = self.config.kv_lora_rank
-        key, _ = self.shards.gather_keys(key, None, context)
+        key = self.shards.gather_keys(key, None, context)[0].wait()
         pieces, row = [], 0
         for segment in context.layout.segments:
             pieces.append(query.new_zeros(segment.row_start - row, query.shape[1], latent))

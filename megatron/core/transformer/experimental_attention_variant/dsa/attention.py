@@ -85,9 +85,9 @@ class DSAttention(nn.Module):
         if self.indexer is not None and (trains or topk is None):
             with torch.set_grad_enabled(trains):
                 operands = self.indexer(*self.shards.own_inputs(rows, context))
-        kv_SD, operands = self.shards.gather_keys(rows.kv_SD, operands, context)
-        attention = AttentionInputs(rows.q_THD, kv_SD, self.softmax_scale)
+        kv, operands = self.shards.gather_keys(rows.kv_SD, operands, context)  # kv travels while the indexer scores
         own, topk = self._select(topk, operands, context)
+        attention = AttentionInputs(rows.q_THD, kv.wait(), self.softmax_scale)
         out_THV, _ = attended = self.backend.attend(attention, topk, context.layout)
         if trains and operands is not None:
             loss = self._indexer_loss(operands.with_fp32_keys(), attention, attended, own, topk, context)

@@ -9,12 +9,14 @@ are equal or partial:
     copy_to_tensor_parallel     identity        sum over ranks
     reduce_from_tensor_parallel sum over ranks  identity
     gather_rows                 all-gather      reduce-scatter (partial gradients), or own slice (equal ones)
+    start_gather_rows           all-gather      reduce-scatter
     reduce_scatter_rows         reduce-scatter  all-gather
     slice_rows                  own slice       all-gather
 
 Rows are rank-major: rank r holds rows ``[r * R, (r + 1) * R)`` of the gathered tensor; every rank holds equally many.
 A group of None, or of one rank, makes each of them the identity. Backends without a reduce-scatter on their device
-(Gloo) all-reduce and slice; that is decided here and nowhere else.
+(Gloo) all-reduce and slice; that is decided here and nowhere else. Ranks call these functions in one order, which is
+the order on the wire too: ``start_gather_rows`` counts where it starts, not where it is waited for.
 """
 
 from __future__ import annotations
@@ -56,6 +58,11 @@ def gather_rows(
 ) -> Tensor:
     """All ranks' rows ``[ranks * R, ...]``; ``grad="slice"`` where every rank computes the same gradient of them."""
     return x if group_size(group) == 1 else _apply(_Gather, x, group, grad == "reduce_scatter")
+
+
+def start_gather_rows(x: Tensor, group: ProcessGroup | None) -> RowsInFlight:
+    """``gather_rows`` that computes on while the rows travel: they are had by waiting for them."""
+    return RowsInFlight(x, group)
 
 
 def reduce_scatter_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -104,6 +111,28 @@ def sum_scatter_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
     return out
 
 
+class RowsInFlight:
+    """An all-gather that has been started. ``wait`` gives its rows; before, there is no tensor to read.
+
+    Waiting orders streams on an accelerator, and the host goes on. What is sent and received is held here until then:
+    the caching allocator knows nothing of the collective's stream and would hand freed memory out again.
+    """
+
+    def __init__(self, x: Tensor, group: ProcessGroup | None) -> None:
+        self._x, self._group, self._work = x, group, None
+        if group_size(group) > 1:
+            self._sent = x.detach().contiguous()
+            self._received = x.new_empty(group_size(group) * x.shape[0], *x.shape[1:])
+            self._work = _all_gather(self._received, self._sent, group=group, async_op=True)
+
+    def wait(self) -> Tensor:
+        """All ranks' rows; the gradient is reduce-scattered. ``x`` itself where no other rank has any."""
+        if self._work is None:
+            return self._x
+        self._work.wait()
+        return _apply(_Received, self._x, self._group, self._received)
+
+
 def _all_reduce(x: Tensor, group: ProcessGroup | None) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
@@ -148,6 +177,19 @@ class _Gather(torch.autograd.Function):
             return sum_scatter_rows(grads[0], ctx.group), None, None
         start, stop = own_rows(grads[0].shape[0], ctx.group)
         return grads[0][start:stop].contiguous(), None, None
+
+
+class _Received(torch.autograd.Function):
+    """``_Gather`` of rows that have arrived."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, received: Tensor) -> Tensor:
+        ctx.group = group
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return sum_scatter_rows(grads[0], ctx.group), None, None
 
 
 class _ReduceScatter(torch.autograd.Function):

@@ -5,12 +5,15 @@ rows, and *share out the indexer's rows*: each scores its own, the selected ids 
 needs all heads, is summed and scattered back to the rows' owners. So no score and no KL row is computed twice, and
 every tensor-parallel rank attends to the same keys.
 
-Keys are few bytes in MLA, so they are gathered whole: one all-gather of ``[kv | indexer key]`` a layer (over the ranks
-that share rows under sequence parallelism, then over context-parallel ranks), put into the global order of the keys,
-and a reduce-scatter in backward. This is the only file that communicates keys.
+Keys are few bytes in MLA, so they are gathered whole (over the ranks that share rows, then over context-parallel ranks)
+and put into the global order of the keys; a reduce-scatter goes back. The indexer's keys and the latent ones are two
+messages, as many bytes as one: scoring needs the small ones alone, so these go first, and the latent keys travel while
+the indexer scores. They are waited for right before attention reads them. This is the only file that communicates keys.
 
 Gradients of the indexer's replicated weights are partial on every tensor-parallel rank, whatever the layout of its
 input, since each sees its own rows; they are marked to be summed once.
+
+Slices are contiguous, so causal documents give the later ranks more keys to score: ``pairs_by_rank`` counts them.
 """
 
 from __future__ import annotations
@@ -22,7 +25,16 @@ import torch
 from torch import Tensor, nn
 
 from .backends.protocol import IndexerInputs, TeacherChunk, TopK
-from .collectives import all_gather_rows, copy_to_tensor_parallel, gather_rows, group_size, own_rows, sum_scatter_rows
+from .collectives import (
+    RowsInFlight,
+    all_gather_rows,
+    copy_to_tensor_parallel,
+    gather_rows,
+    group_size,
+    own_rows,
+    start_gather_rows,
+    sum_scatter_rows,
+)
 from .context import ForwardContext, TokenMajor
 from .layout import Layout
 
@@ -60,21 +72,14 @@ class RowShards:
 
     def gather_keys(
         self, kv_SD: Tensor, indexer: IndexerInputs | None, context: ForwardContext
-    ) -> tuple[Tensor, IndexerInputs | None]:
-        """All latent keys, and the indexer's operands with all keys, in global order."""
+    ) -> tuple[KeysInFlight, IndexerInputs | None]:
+        """All latent keys, still on their way, and the indexer's operands with all keys, in global order."""
+        if indexer is not None:
+            k_SD = self._start(indexer.k_SD, True, context).wait()
+            indexer = IndexerInputs(indexer.q_TID, k_SD, indexer.w_TI)
         if not self.sequence_parallel:
             kv_SD = copy_to_tensor_parallel(kv_SD, self.tp)
-        if group_size(self.tp) * group_size(self.cp) == 1:
-            return kv_SD, indexer
-        if indexer is None:
-            return self._gather(kv_SD, self.sequence_parallel, context), None
-        k_SD = indexer.k_SD
-        if self.sequence_parallel and k_SD.dtype == kv_SD.dtype:
-            widths = (kv_SD.shape[1], k_SD.shape[1])
-            kv_SD, k_SD = self._gather(torch.cat((kv_SD, k_SD), dim=1), True, context).split(widths, dim=1)
-        else:
-            kv_SD, k_SD = self._gather(kv_SD, self.sequence_parallel, context), self._gather(k_SD, True, context)
-        return kv_SD, IndexerInputs(indexer.q_TID, k_SD, indexer.w_TI)
+        return self._start(kv_SD, self.sequence_parallel, context), indexer
 
     def gather_topk(self, topk: TopK) -> TopK:
         """The selections of all tensor-parallel ranks' rows, without scores; ``topk`` itself in one process."""
@@ -92,12 +97,40 @@ class RowShards:
             for parameter in indexer.parameters():
                 parameter.tensor_parallel_grad = "sum"  # type: ignore[attr-defined]
 
-    def _gather(self, keys_RD: Tensor, own: bool, context: ForwardContext) -> Tensor:
-        """Rows of all ranks in global key order; ``own`` where ``keys_RD`` is this tensor-parallel rank's share."""
-        if own:
-            keys_RD = gather_rows(keys_RD, self.tp)
-        gathered_SD = gather_rows(keys_RD, self.cp)
-        return gathered_SD if context.key_order is None else _permute(gathered_SD, *context.key_order)
+    def _start(self, keys_RD: Tensor, own: bool, context: ForwardContext) -> KeysInFlight:
+        """Gather the rows of all ranks; ``own`` where ``keys_RD`` is this tensor-parallel rank's share of its rows."""
+        sharing = self.tp if own else None
+        if group_size(self.cp) == 1:
+            return KeysInFlight(start_gather_rows(keys_RD, sharing), context.key_order)
+        return KeysInFlight(start_gather_rows(gather_rows(keys_RD, sharing), self.cp), context.key_order)
+
+
+@dataclass(frozen=True, eq=False)
+class KeysInFlight:
+    """Keys whose last all-gather has been started, and the order they are to be put into."""
+
+    _rows: RowsInFlight
+    _order: tuple[Tensor, Tensor] | None
+
+    def wait(self) -> Tensor:
+        """The keys, in global order."""
+        gathered_SD = self._rows.wait()
+        return gathered_SD if self._order is None else _permute(gathered_SD, *self._order)
+
+
+def pairs_by_rank(layout: Layout, ranks: int) -> tuple[int, ...]:
+    """Visible (row, key) pairs of each tensor-parallel rank's slice of the rows, which are what its indexer scores.
+
+    Raises:
+        ValueError: the rows do not split evenly.
+    """
+    if layout.num_rows % ranks:
+        raise ValueError(f"{layout.num_rows} rows do not split over {ranks} ranks: pad them to a multiple of it.")
+    share = layout.num_rows // ranks
+    slices = (layout.slice_rows(rank * share, (rank + 1) * share) for rank in range(ranks))
+    return tuple(
+        sum(s.num_rows * s.causal_offset + s.num_rows * (s.num_rows + 1) // 2 for s in part.segments) for part in slices
+    )
 
 
 def _permute(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:

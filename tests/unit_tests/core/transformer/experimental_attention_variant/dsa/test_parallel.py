@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import traceback
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -146,35 +147,40 @@ def rows_of(case: Case, cp_rank: int) -> Tensor:
     return torch.tensor(rows)
 
 
-def groups_of(case: Case, rank: int) -> tuple[SimpleNamespace, int, int]:
+@cache
+def groups_of(tp: int, cp: int, rank: int) -> tuple[SimpleNamespace, int, int]:
     """Groups of a mesh with tp fastest; every process creates all of them, as torch.distributed wants."""
     mine = SimpleNamespace(tp=None, cp=None)
-    for cp_rank in range(case.cp):
-        ranks = [cp_rank * case.tp + t for t in range(case.tp)]
+    for cp_rank in range(cp):
+        ranks = [cp_rank * tp + t for t in range(tp)]
         group = dist.new_group(ranks)
-        mine.tp = group if rank in ranks and case.tp > 1 else mine.tp
-    for tp_rank in range(case.tp):
-        ranks = [c * case.tp + tp_rank for c in range(case.cp)]
+        mine.tp = group if rank in ranks and tp > 1 else mine.tp
+    for tp_rank in range(tp):
+        ranks = [c * tp + tp_rank for c in range(cp)]
         group = dist.new_group(ranks)
-        mine.cp = group if rank in ranks and case.cp > 1 else mine.cp
-    return mine, rank % case.tp, rank // case.tp
+        mine.cp = group if rank in ranks and cp > 1 else mine.cp
+    return mine, rank % tp, rank // tp
+
+
+def local_inputs(case: Case, tp_rank: int, cp_rank: int) -> dict[str, Tensor]:
+    """One rank's rows and heads of ``make_inputs``."""
+    inputs, rows = make_inputs(), rows_of(case, cp_rank)
+    share = len(rows) // case.tp
+    heads = slice(tp_rank * HEADS // case.tp, (tp_rank + 1) * HEADS // case.tp)
+    held = rows[tp_rank * share : (tp_rank + 1) * share] if case.sequence_parallel else rows
+    by_head = {name: inputs[name][rows][:, heads] for name in ("query", "dout")}
+    return by_head | {name: inputs[name][held] for name in ("key", "x", "qr")}
 
 
 def check(case: Case, rank: int) -> None:
-    groups, tp_rank, cp_rank = groups_of(case, rank)
+    groups, tp_rank, cp_rank = groups_of(case.tp, case.cp, rank)
     if rank >= case.tp * case.cp:
         return
-    wanted, inputs = expected(case), make_inputs()
+    wanted, local = expected(case), local_inputs(case, tp_rank, cp_rank)
     rows = rows_of(case, cp_rank)
     share = len(rows) // case.tp
-    own = rows[tp_rank * share : (tp_rank + 1) * share]
+    local_rows = rows[tp_rank * share : (tp_rank + 1) * share] if case.sequence_parallel else rows
     heads = slice(tp_rank * HEADS // case.tp, (tp_rank + 1) * HEADS // case.tp)
-    local_rows = own if case.sequence_parallel else rows
-    local = {
-        "query": inputs["query"][rows][:, heads],
-        "dout": inputs["dout"][rows][:, heads],
-        **{name: inputs[name][local_rows] for name in ("key", "x", "qr")},
-    }
     losses = LossTracker(normalizer=float(REAL[-1]))
     packed = PackedSeqParams.from_offsets(REAL, PADDED)
     context = ForwardContext.build(1, len(rows), packed, "cpu", losses, groups.cp)
