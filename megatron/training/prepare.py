@@ -17,11 +17,14 @@ from megatron.core.models.gpt.gpt_builder import build_gpt_model
 from megatron.core.models.hf import load_hf_weights, portability_notes
 from megatron.core.parallel_state import ParallelSizes, build_process_groups
 from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.transformer.experimental_attention_variant.dsa import Layout
+from megatron.core.transformer.experimental_attention_variant.dsa.context_parallel import pairs_by_rank
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.training.arguments import PretrainConfig
 from megatron.training.checkpointing import Checkpoint, Progress, find_checkpoint, load_checkpoint, saved_options
 from megatron.training.compute_params import ComputeParams, as_fp32, fp32_islands
 from megatron.training.data.build import Datasets, build_datasets
+from megatron.training.data.shard import pad_offsets
 from megatron.training.optimizer import build_optimizer
 from megatron.training.ranks import rank, world_size
 from megatron.training.sharding import ShardedCompute, materialize, shard_model
@@ -86,6 +89,9 @@ def prepare(config: PretrainConfig, tokenizer: Tokenizer, device: torch.device) 
     notices = _load(config, engine, checkpoint)
     if datasets[1] is None and config.validation.eval_iters > 0:
         notices.append("There is no validation set, so nothing is evaluated while training.")
+    if config.model.experimental_attention_variant == "dsa" and sizes.tensor > 1:
+        assert config.data.seq_length is not None
+        notices.append(indexer_imbalance(config.data.seq_length, sizes))
     return Prepared(config, engine, datasets, progress, checkpoint, notices)
 
 
@@ -101,6 +107,20 @@ def build_model(
     compute = shard_model(sharded, groups)
     materialize(sharded, device)
     return sharded, compute
+
+
+def indexer_imbalance(seq_length: int, sizes: ParallelSizes) -> str:
+    """How unevenly tensor-parallel ranks, which hold contiguous slices of rows, share out the indexer's scores."""
+    offsets, padded = pad_offsets((0, seq_length), sizes.context, sizes.tensor)
+    layouts = (Layout.zigzag(offsets, sizes.context, rank, padded) for rank in range(sizes.context))
+    pairs = [count for layout in layouts for count in pairs_by_rank(layout, sizes.tensor)]
+    busiest = max(pairs) / (sum(pairs) / len(pairs))
+    # A slice of nothing but padding has no pairs.
+    against = f"{max(pairs) / min(pairs):.1f} times the pairs of the idlest and " if min(pairs) else ""
+    return (
+        f"The indexer's rows are shared out over {sizes.tensor} tensor-parallel ranks in contiguous slices: in one "
+        f"causal document of {seq_length} tokens the busiest rank scores {against}{busiest:.2f} times the mean."
+    )
 
 
 def config_record(config: PretrainConfig) -> dict[str, Any]:

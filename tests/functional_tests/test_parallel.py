@@ -14,16 +14,23 @@ tied output weight reads the embedding's inside the root's.
 
 from __future__ import annotations
 
+import os
 import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from megatron.training.arguments import parse_args
+from megatron.training.prepare import prepare
+from megatron.training.ranks import rank
+from megatron.training.validate import complete
 from tests.functional_tests import parallel_runs as runs
 from tests.functional_tests.parallel_runs import Case
+from tests.functional_tests.runs import TINY
 from tests.ranks import run_on_ranks
 
 CASES = [
@@ -63,7 +70,17 @@ def run_all(world: int, folder: Path) -> dict[str, Any]:
             results[f"{name} trained"] = runs.save_trained(case, folder / f"{name}-trained", 2)
         results["ep2 from tp2"] = runs.load_and_save(EP2, folder / "tp2-trained", folder / "ep2-from-tp2", 2)
         results["differing"] = runs.differing_replicas(TP2)
+        results["notices"] = {flag: notices(f"--{flag}-parallel-size") for flag in ("tensor-model", "context")}
     return results
+
+
+def notices(flag: str) -> list[str]:
+    """What is said before two ranks start to train."""
+    flags = f"--device cpu --train-iters 2 --cp-comm-type allgather {flag} 2".split()
+    launched = {"WORLD_SIZE": "2", "RANK": str(rank()), "MASTER_ADDR": "localhost"}
+    with patch.dict(os.environ, launched):
+        config, tokenizer = complete(parse_args([*TINY, *flags]))
+    return prepare(config, tokenizer, torch.device("cpu")).notices
 
 
 @cache
@@ -187,6 +204,13 @@ def check_replicas_that_differ_are_not_saved() -> None:
         assert "1 tensors" in results["differing"]["weight"] and "final_layernorm" in results["differing"]["weight"]
 
 
+def check_how_unevenly_the_indexer_is_shared_out_is_said_once() -> None:
+    said = "The indexer's rows are shared out over 2 tensor-parallel ranks in contiguous slices: in one causal"
+    for results in on_ranks(2):
+        assert sum(notice.startswith(said) for notice in results["notices"]["tensor-model"]) == 1
+        assert not any("indexer" in notice for notice in results["notices"]["context"])
+
+
 def check_world(world: int) -> None:
     for case in (case for case in CASES if case.world == world):
         print(f"training as one process does: {case}")  # pytest shows it where a check fails
@@ -210,3 +234,4 @@ def test_two_processes() -> None:
         check_one_process_goes_on_with_what_two_trained(sizes)
     check_checkpoints_move_between_kinds_of_parallelism()
     check_replicas_that_differ_are_not_saved()
+    check_how_unevenly_the_indexer_is_shared_out_is_said_once()
