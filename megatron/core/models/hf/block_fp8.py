@@ -26,12 +26,16 @@ def block_shape(hf: Mapping[str, Any]) -> tuple[int, int] | None:
         return None
     method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
     form = quantization.get("fmt", "e4m3")
-    if method != "fp8" or form != "e4m3" or not isinstance(block, list | tuple) or len(block) != 2:
+    if method != "fp8" or form != "e4m3" or not _is_block(block):
         raise ValueError(
             f"quantization_config has quant_method={method!r}, fmt={form!r}, weight_block_size={block!r}: only fp8 "
             "e4m3 in [rows, columns] blocks can be read; use the unquantized checkpoint."
         )
     return int(block[0]), int(block[1])
+
+
+def _is_block(block: object) -> bool:
+    return isinstance(block, list | tuple) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
 
 
 def scale_shape(weight_shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from megatron.core.models.hf.index_share import read_schedule, selecting_layers, to_frequency
+from megatron.core.models.hf.json_types import check_types
 from megatron.core.models.hf.model_types import INDEXER_K_NORM_EPSILON, LATENT_NORM_EPSILON, MODEL_TYPES, ModelType
 from megatron.core.models.hf.rope import read_rope
 from megatron.core.transformer.transformer_config import MLATransformerConfig
@@ -81,13 +82,14 @@ def config_from_hf(hf: Mapping[str, Any], **overrides: Any) -> MLATransformerCon
         ValueError: one sentence naming the key that came, what is supported, and what to change.
     """
     kind = _model_type(hf)
+    check_types(hf)
     values = dict(kind.defaults) | dict(hf)
     for alias in ("num_local_experts", "num_experts"):
         if hf.get(alias) is not None:
             values["n_routed_experts"] = hf[alias]
-    _check_values(values, kind)
     fields: dict[str, Any] = dict(_FIXED)
     fields |= {ours: _present(values, theirs) for theirs, ours in _RENAMED.items()}
+    _check_values(values, kind)
     fields["untie_embeddings_and_output_weights"] = not values["tie_word_embeddings"]
     fields["dsa_indexer_rope_interleaved"] = kind.indexer_rope_interleave
     fields |= read_rope(hf, fields["max_position_embeddings"])
@@ -124,6 +126,10 @@ def _check_values(values: Mapping[str, Any], kind: ModelType) -> None:
                 f"{name}={values[name]!r} in config.json cannot be expressed: only {supported!r} is supported for "
                 f"{kind.name} ({why}); correct config.json if the weights were trained so."
             )
+    if values["qk_rope_head_dim"] == 0:
+        raise ValueError(
+            f"qk_rope_head_dim=0 in config.json cannot be expressed: {kind.name} rotates a part of its heads."
+        )
     unknown = sorted(set(values.get("layer_types") or ()) - {"indexed_attention"})
     if unknown:
         raise ValueError(

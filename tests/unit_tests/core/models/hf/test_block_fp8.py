@@ -27,7 +27,15 @@ def test_block_shape_of_hub_configs() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"quant_method": "awq"}, {"fmt": "e5m2"}, {"weight_block_size": None}, {"weight_block_size": [128]}]
+    "change",
+    [
+        {"quant_method": "awq"},
+        {"fmt": "e5m2"},
+        {"weight_block_size": None},
+        {"weight_block_size": [128]},
+        {"weight_block_size": [0, 128]},
+        {"weight_block_size": ["a", "b"]},
+    ],
 )
 def test_other_quantizations_are_refused(change: dict) -> None:
     hub = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}

@@ -166,6 +166,54 @@ def test_refusals_name_the_key(message: str) -> None:
     assert str(refusal.value).rstrip().endswith(".") and "\n" not in str(refusal.value)
 
 
+WRONG_TYPES = {
+    "hidden_size is '64' in config.json, but it must be an integer": {"hidden_size": "64"},
+    "hidden_size is \\[64\\] in config.json, but it must be an integer": {"hidden_size": [64]},
+    "hidden_size is null": {"hidden_size": None},
+    "num_attention_heads is null": {"num_attention_heads": None},
+    "num_hidden_layers is 4.0 in": {"num_hidden_layers": 4.0},
+    "num_hidden_layers is True in": {"num_hidden_layers": True},
+    "kv_lora_rank is {} in": {"kv_lora_rank": {}},
+    "num_experts_per_tok is '2' in": {"num_experts_per_tok": "2"},
+    "first_k_dense_replace is '1' in": {"first_k_dense_replace": "1", "mlp_layer_types": None},
+    "index_topk_freq is 'x' in": {"index_topk_freq": "x", "indexer_types": None},
+    "rms_norm_eps is '1e-5' in config.json, but it must be a number": {"rms_norm_eps": "1e-5"},
+    "routed_scaling_factor is \\[\\] in": {"routed_scaling_factor": []},
+    "tie_word_embeddings is 'false' in config.json, but it must be true or false": {"tie_word_embeddings": "false"},
+    "norm_topk_prob is null in config.json, but it must be true or false": {"norm_topk_prob": None},
+    "mlp_layer_types is 3 in config.json, but it must be a list of texts": {"mlp_layer_types": 3},
+    "layer_types is \\[\\[\\]\\] in config.json, but it must be a list of texts": {"layer_types": [[]]},
+    "indexer_types is 7 in config.json, but it must be a text or a list of texts": {"indexer_types": 7},
+    "rope_parameters is \\[1\\] in config.json, but it must be an object in braces": {"rope_parameters": [1]},
+    "rope_parameters.rope_theta is '1e4' in config.json": {"rope_parameters": {"rope_theta": "1e4"}},
+    "rope_scaling.factor is \\[4\\] in config.json": {"rope_scaling": {"type": "yarn", "factor": [4]}},
+    "rope_parameters.rope_type is 5 in config.json, but it must be a text": {"rope_parameters": {"rope_type": 5}},
+    "quantization_config is 'fp8' in config.json": {"quantization_config": "fp8"},
+    "num_nextn_predict_layers is '1' in config.json": {"num_nextn_predict_layers": "1"},
+    "qk_rope_head_dim=0 in config.json cannot be expressed: glm_moe_dsa rotates": {"qk_rope_head_dim": 0},
+}
+
+
+@pytest.mark.parametrize("message", WRONG_TYPES)
+def test_values_of_another_type_are_refused_with_key_value_and_type(message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}") as refusal:
+        config_from_hf(hf_config("a_glm_plain") | WRONG_TYPES[message])
+    assert str(refusal.value).endswith(".") and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("checkpoint", NAMES)
+def test_every_key_that_is_read_has_a_type(checkpoint: str) -> None:
+    """A wrong value in any key of a real config.json, one at a time, is a sentence or has no effect."""
+    hf = hf_config(checkpoint)
+    for name, value in hf.items():
+        for wrong in ("x", [["x"]], {"x": 1}, -1.5, None):
+            if type(wrong) is not type(value):
+                try:
+                    config_from_hf(hf | {name: wrong})
+                except ValueError as error:
+                    assert str(error).endswith(".") and name in str(error), (name, wrong)
+
+
 def test_flags_that_agree_with_the_model_type_are_accepted() -> None:
     agreeing = {
         "indexer_rope_interleave": True,
