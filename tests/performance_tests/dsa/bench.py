@@ -32,16 +32,15 @@ PEER_MAX_TOKENS = 65536
 
 CASES = [
     *(Workload(64, 64, (s,), loss) for s in (8192, 32768, 65536, 131072) for loss in ("off", "sparse")),
-    *(Workload(64, 64, (s,), "dense") for s in (8192, 16384, 32768)),
+    *(Workload(64, 64, (s,), "dense") for s in (8192, 16384, 32768, 65536, 131072)),
     Workload(64, 32, (32768,), "sparse"),
     Workload(128, 64, (8192,), "sparse"),
     Workload(128, 64, (32768,), "sparse"),
     Workload(64, 64, (8192,) * 4),
     Workload(64, 64, (8192,) * 4, "sparse"),
-    Workload(64, 64, (1024,) * 32, k=512),
-    Workload(64, 64, (1024,) * 32, "sparse", k=512),
-    Workload(64, 64, (65536,), cp_size=8),
-    Workload(64, 64, (65536,), "sparse", cp_size=8),
+    Workload(64, 64, (8192,) * 4, "dense"),
+    *(Workload(64, 64, (1024,) * 32, loss, k=512) for loss in ("off", "sparse", "dense")),
+    *(Workload(64, 64, (65536,), loss, cp_size=8) for loss in ("off", "sparse", "dense")),
     # A user's public configuration: batch 1, CP 2, topk_freq 4, offset 1, loss coefficient 0.001: one layer in four
     # selects and the other three reuse its keys.
     Workload(64, 32, (8192,), "sparse", k=1024, cp_size=2),
@@ -68,7 +67,7 @@ def measure(workload: Workload, device: torch.device) -> str:
     peak, scratch = memory(bench)
     topk = bench.module.backend.select(bench.indexer, bench.layout, workload.k)
     floor, details = "-", {}
-    if len(workload.documents) == 1 and workload.cp_size == 1 and not workload.reuses:
+    if not workload.reuses:
         from .bare import OWN_LSE, bare_milliseconds
 
         details = bare_milliseconds(bench, topk.indices_TK, topk.length_T)

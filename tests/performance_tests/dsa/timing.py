@@ -8,22 +8,24 @@ from statistics import median
 import torch
 
 GIB = 2**30
+SLOW_MS, SLOW_REPEATS = 1000.0, 2
 
 
 def milliseconds(function: Callable[[], object], repeats: int = 5, warmups: int = 2) -> float:
-    """Median device time of ``function``; its results are dropped before the next run."""
+    """Median device time of ``function``; its results are dropped before the next run. Slow ones run fewer times."""
     for _ in range(warmups):
-        function()
-    times = []
-    for _ in range(repeats):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        start.record()
-        function()
-        stop.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop))
-    return median(times)
+        last = _once(function)
+    return median(_once(function) for _ in range(repeats if last < SLOW_MS else SLOW_REPEATS))
+
+
+def _once(function: Callable[[], object]) -> float:
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    start.record()
+    function()
+    stop.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(stop)
 
 
 def peak_gib(function: Callable[[], object]) -> tuple[float, float, object]:
