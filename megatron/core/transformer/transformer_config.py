@@ -77,6 +77,8 @@ class TransformerConfig:
     """Width of one expert; ffn_hidden_size when unset."""
     moe_shared_expert_intermediate_size: int | None = None
     """Total width of the shared experts; None builds none."""
+    moe_shared_expert_overlap: bool = False
+    """Run the shared experts while rows travel to the experts of other ranks; no effect without expert parallelism."""
     moe_router_topk: int = 2
     """Experts a token is routed to."""
     moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
@@ -178,6 +180,7 @@ class TransformerConfig:
         self._check_block()
         self._check_numbers()
         self._check_moe()
+        self._check_shared_experts()
         if self.experimental_attention_variant == "dsa":
             self.dsa_config()  # raises on any option that does not fit
 
@@ -258,6 +261,14 @@ class TransformerConfig:
         if isinstance(freq, int) and freq < 1:
             raise ValueError(f"moe_layer_freq={freq} is not a positive interval: use 1 or more, or a list of 0 and 1.")
         self._check_expert_groups()
+
+    def _check_shared_experts(self) -> None:
+        if self.moe_shared_expert_overlap and not (self.num_moe_experts and self.moe_shared_expert_intermediate_size):
+            raise ValueError(
+                f"moe_shared_expert_overlap=True needs shared experts to run, but num_moe_experts is "
+                f"{self.num_moe_experts} and moe_shared_expert_intermediate_size is "
+                f"{self.moe_shared_expert_intermediate_size}: set both, or drop the overlap."
+            )
 
     def _check_expert_groups(self) -> None:
         groups, kept = self.moe_router_num_groups, self.moe_router_group_topk

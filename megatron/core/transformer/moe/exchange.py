@@ -7,13 +7,18 @@ How many rows come is decided by the routers of other ranks. A first, small all-
 them is the one place inside a layer where the host waits for the device: the receive buffer needs a size. The sizes
 also steer the three all-to-alls of rows (inputs, router weights, outputs) and their gradients.
 
-Left out: a capacity (no token is dropped), and overlap of the exchange with shared experts.
+An all-to-all is started and waited for apart, so that a layer can compute in between: on an accelerator rows travel on
+the network's own stream. What waits in the forward pass starts in the backward pass and the other way round, so that
+gradients travel while the same computation's backward runs. Nothing may read, or free, what is under way.
+
+Left out: a capacity (no token is dropped).
 
 Shape legend: N rows sent (a copy for each chosen expert), M rows received, E experts, L experts of this rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -57,17 +62,20 @@ def plan_exchange(load_E: Tensor, group: ProcessGroup) -> Exchange:
     return Exchange(sent, received, group_ends_L, order_M, inverse_M, group)
 
 
-def send_to_experts(rows: Tensor, exchange: Exchange) -> Tensor:
-    """Rows sorted by expert ``[N, ...]`` -> the rows of own experts, sorted by expert ``[M, ...]``."""
-    arrived = _AllToAll.apply(rows, exchange.sent, exchange.received, exchange.group)
-    return _permute(arrived, exchange.order_M, exchange.inverse_M)
+def start_to_experts(rows: Tensor, exchange: Exchange) -> Callable[[], Tensor]:
+    """Start rows that are sorted by expert ``[N, ...]`` on their way.
+
+    Returns:
+        What waits for the rows of own experts, and returns them sorted by expert ``[M, ...]``.
+    """
+    arrive = _start(rows, _Trip(exchange.sent, exchange.received, exchange.group))
+    return lambda: _permute(arrive(), exchange.order_M, exchange.inverse_M)
 
 
 def send_back(rows: Tensor, exchange: Exchange) -> Tensor:
-    """The inverse of ``send_to_experts``."""
+    """Rows of own experts, sorted by expert ``[M, ...]`` -> where they came from, as they lay there ``[N, ...]``."""
     leaving = _permute(rows, exchange.inverse_M, exchange.order_M)
-    returned: Tensor = _AllToAll.apply(leaving, exchange.received, exchange.sent, exchange.group)
-    return returned
+    return _start(leaving, _Trip(exchange.received, exchange.sent, exchange.group))()
 
 
 def _permute(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -75,21 +83,64 @@ def _permute(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
     return permuted
 
 
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        return _all_to_all(x, sent, received, group)
+class _Trip:
+    """One all-to-all, of rows and later of their gradients, and what is under way."""
+
+    def __init__(self, sent: list[int], received: list[int], group: ProcessGroup) -> None:
+        self.sent, self.received, self.group = sent, received, group
+        self._under_way: tuple[Any, Tensor, Tensor] | None = None
+
+    def start(self, x: Tensor, back: bool = False) -> Tensor:
+        """Send, and return what will hold the rows once they are waited for."""
+        sent, received = (self.received, self.sent) if back else (self.sent, self.received)
+        x, out = x.contiguous(), x.new_empty(sum(received), *x.shape[1:])
+        work = dist.all_to_all_single(out, x, received, sent, group=self.group, async_op=True)
+        self._under_way = work, x, out  # x must outlive the sending
+        return out
+
+    def wait(self) -> Tensor:
+        """The rows, arrived. Nothing is held any longer, so that recomputed activations are not kept."""
+        assert self._under_way is not None
+        (work, _, out), self._under_way = self._under_way, None
+        work.wait()
+        return out
+
+
+def _start(x: Tensor, trip: _Trip) -> Callable[[], Tensor]:
+    under_way = _Depart.apply(x, trip)
+
+    def arrive() -> Tensor:
+        arrived: Tensor = _Arrive.apply(under_way, trip)
+        return arrived
+
+    return arrive
+
+
+class _Depart(torch.autograd.Function):
+    """Starts rows; backward waits for their gradient, which ``_Arrive`` has started."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _all_to_all(grads[0], ctx.received, ctx.sent, ctx.group), None, None, None
+    def forward(ctx: Any, x: Tensor, trip: _Trip) -> Tensor:
+        ctx.trip = trip
+        return trip.start(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.trip.wait(), None
 
 
-def _all_to_all(x: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
-    out = x.new_empty(sum(received), *x.shape[1:])
-    dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
-    return out
+class _Arrive(torch.autograd.Function):
+    """Waits for rows; backward starts their gradient. What it returns stands for a gradient that is under way."""
+
+    @staticmethod
+    def forward(ctx: Any, under_way: Tensor, trip: _Trip) -> Tensor:
+        ctx.trip = trip
+        return trip.wait().view_as(under_way)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        ctx.trip.start(grads[0], back=True)
+        return grads[0], None
 
 
 class _Permute(torch.autograd.Function):

@@ -16,6 +16,7 @@ Shape legend: T rows, K experts of a row, N = T * K, E experts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from megatron.core.tensor_parallel.mappings import group_size
 from megatron.core.tensor_parallel.shards import draw, local_part, split_parameter
 from megatron.core.transformer.mlp import swiglu
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe.exchange import plan_exchange, send_back, send_to_experts
+from megatron.core.transformer.moe.exchange import plan_exchange, send_back, start_to_experts
 from megatron.core.transformer.moe.router import Routing, count_experts
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -74,24 +75,34 @@ class GroupedMLP(MegatronModule):
         self.linear_fc1 = ExpertLinear((experts, 2, inner, hidden), config.params_dtype, init, self.ep_group)
         self.linear_fc2 = ExpertLinear((experts, hidden, inner), config.params_dtype, output_init, self.ep_group)
 
-    def forward(self, hidden_states: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-        """``[T, hidden]`` -> the weighted sum of each row's experts ``[T, hidden]``, and rows per expert ``[E]``."""
+    def forward(
+        self, hidden_states: Tensor, routing: Routing, meanwhile: Callable[[], object] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """``[T, hidden]`` -> the weighted sum of each row's experts ``[T, hidden]``, and rows per expert ``[E]``.
+
+        ``meanwhile`` is called while rows are on their way to other ranks; not at all where none are sent.
+        """
         assert self.config.num_moe_experts is not None
         load_E = count_experts(routing.experts_TK, self.config.num_moe_experts)
         order_N = routing.experts_TK.flatten().argsort(stable=True)
         inverse_TK = torch.empty_like(order_N).scatter_(0, order_N, torch.arange(len(order_N), device=order_N.device))
         inverse_TK = inverse_TK.view(routing.experts_TK.shape)
         weights_N = routing.weights_TK.flatten()[order_N]
-        output_NC = self._visit_experts(_Dispatch.apply(hidden_states, order_N, inverse_TK), weights_N, load_E)
+        rows_NC = _Dispatch.apply(hidden_states, order_N, inverse_TK)
+        output_NC = self._visit_experts(rows_NC, weights_N, load_E, meanwhile)
         return _Combine.apply(output_NC, order_N, inverse_TK), load_E
 
-    def _visit_experts(self, rows_NC: Tensor, weights_N: Tensor, load_E: Tensor) -> Tensor:
+    def _visit_experts(
+        self, rows_NC: Tensor, weights_N: Tensor, load_E: Tensor, meanwhile: Callable[[], object] | None
+    ) -> Tensor:
         """Weighted outputs of rows that are sorted by expert."""
         if self.ep_group is None or group_size(self.ep_group) == 1:
             return self._apply_experts(rows_NC, weights_N, load_E.cumsum(0).to(torch.int32))
         exchange = plan_exchange(load_E, self.ep_group)
-        arrived, weights = send_to_experts(rows_NC, exchange), send_to_experts(weights_N, exchange)
-        return send_back(self._apply_experts(arrived, weights, exchange.group_ends_L), exchange)
+        arrive, arrive_weights = start_to_experts(rows_NC, exchange), start_to_experts(weights_N, exchange)
+        if meanwhile is not None:
+            meanwhile()
+        return send_back(self._apply_experts(arrive(), arrive_weights(), exchange.group_ends_L), exchange)
 
     def _apply_experts(self, rows: Tensor, weights: Tensor, group_ends: Tensor) -> Tensor:
         inner = swiglu(self.linear_fc1(rows, group_ends))

@@ -5,13 +5,15 @@ routed nowhere, counted nowhere, and their output is zero. So no later step mask
 
 Tensor-parallel ranks route different rows: with sequence parallelism the rows that they hold, else an equal share of
 the rows that all of them hold, gathered again behind the experts. So no expert sees a row twice, and the router's
-gradients are partial on each rank. Shared experts are an ordinary tensor-parallel MLP over all rows.
+gradients are partial on each rank. Shared experts are an ordinary tensor-parallel MLP over all rows. They read what the
+router reads, so with ``moe_shared_expert_overlap`` they run while rows travel to the experts of other ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -79,8 +81,9 @@ class MoELayer(MegatronModule):
             return self._forward_own_rows(hidden_states, context)
 
         def layer(valid: Tensor) -> Tensor:
-            output = self._routed(valid, context)
-            return output if self.shared_experts is None else output + self.shared_experts(valid)
+            shared = self._shared(lambda: valid)
+            output = self._routed(valid, context, shared)
+            return output if shared is None else output + shared()
 
         return _on_valid_rows(layer, hidden_states, context.layout)
 
@@ -88,21 +91,26 @@ class MoELayer(MegatronModule):
         own_layout = context.layout.slice_rows(*own_rows(context.layout.num_rows, self.tp_group))
         sequence_parallel = self.config.sequence_parallel
         own = hidden_states if sequence_parallel else slice_rows(hidden_states, self.tp_group)
-        output = _on_valid_rows(lambda valid: self._routed(valid, context), own, own_layout)
-        if not sequence_parallel:
-            output = gather_rows(output, self.tp_group, grad="slice")
-        if self.shared_experts is None:
-            return output
         # All ranks run equally many rows; padding is zero, and so is what the shared experts make of it.
         layout = own_layout if sequence_parallel else context.layout
-        return output + self.shared_experts(_on_valid_rows(lambda valid: valid, hidden_states, layout))
+        shared = self._shared(lambda: _on_valid_rows(lambda valid: valid, hidden_states, layout))
+        output = _on_valid_rows(lambda valid: self._routed(valid, context, shared), own, own_layout)
+        if not sequence_parallel:
+            output = gather_rows(output, self.tp_group, grad="slice")
+        return output if shared is None else output + shared()
 
-    def _routed(self, hidden_states: Tensor, context: ForwardContext) -> Tensor:
+    def _shared(self, rows: Callable[[], Tensor]) -> Callable[[], Tensor] | None:
+        """What runs the shared experts on ``rows()`` when it is first called, and then returns their output again."""
+        shared_experts = self.shared_experts
+        return None if shared_experts is None else cache(lambda: shared_experts(rows()))
+
+    def _routed(self, hidden_states: Tensor, context: ForwardContext, shared: Callable[[], Tensor] | None) -> Tensor:
         routing = self.router(hidden_states)
         trains = self.training and torch.is_grad_enabled()
         if trains:
             routing = self._attach_balance_loss(routing, context)
-        output, load_E = self.experts(hidden_states, routing)
+        meanwhile = shared if self.config.moe_shared_expert_overlap else None
+        output, load_E = self.experts(hidden_states, routing, meanwhile)
         if trains:
             context.losses.expert_loads[self.layer_number] = load_E
         return output

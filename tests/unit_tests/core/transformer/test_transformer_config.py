@@ -53,6 +53,14 @@ GATES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "no experts": (EXPERTS | {"num_moe_experts": 0}, ("num_moe_experts is 0", "positive number")),
     "no experts a token": (EXPERTS | {"moe_router_topk": 0}, ("moe_router_topk is 0", "positive number")),
     "experts without width": (EXPERTS | {"moe_ffn_hidden_size": 0}, ("moe_ffn_hidden_size is 0", "positive number")),
+    "overlap without shared experts": (
+        EXPERTS | {"moe_shared_expert_overlap": True},
+        ("moe_shared_expert_overlap=True", "moe_shared_expert_intermediate_size is None", "drop the overlap"),
+    ),
+    "overlap without experts": (
+        {"moe_shared_expert_overlap": True, "moe_shared_expert_intermediate_size": 8},
+        ("moe_shared_expert_overlap=True", "num_moe_experts is None", "set both"),
+    ),
     "MoE list of other numbers": (
         EXPERTS | {"moe_layer_freq": [0, 1, 2]},
         ("moe_layer_freq=[0, 1, 2]", "other than 0 (dense) and 1 (MoE)"),

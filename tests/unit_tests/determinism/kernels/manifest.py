@@ -109,8 +109,8 @@ MANIFEST: dict[str, Dispatch] = {
     "megatron/core/tensor_parallel/cross_entropy.py:_VocabParallelCrossEntropy.backward": Dispatch(
         ("scatter_add",), "d3cba3da5112", RANKS
     ),
-    f"{MOE}/experts.py:GroupedMLP.forward": Dispatch(("scatter_",), "1ca232993e9c", TRAINING),
-    f"{MOE}/experts.py:GroupedMLP._visit_experts": Dispatch(("cumsum",), "7ce97bd954eb", TRAINING),
+    f"{MOE}/experts.py:GroupedMLP.forward": Dispatch(("scatter_",), "0d2dc7f25bf8", TRAINING),
+    f"{MOE}/experts.py:GroupedMLP._visit_experts": Dispatch(("cumsum",), "f4df2c86b192", TRAINING),
     f"{MOE}/exchange.py:plan_exchange": Dispatch(("cumsum", "scatter_"), "93914aa3f1f0", RANKS),
     f"{MOE}/load_balancing.py:sequence_balance_loss": Dispatch(("index_add_", "scatter_"), "ab1ab26d7bd1", TRAINING),
     f"{MOE}/load_balancing.py:_documents": Dispatch(("cumsum",), "02c2ba0d5164", TRAINING),
