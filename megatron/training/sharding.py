@@ -64,6 +64,8 @@ class ShardedCompute:
             return
         parameters = self._model.named_parameters()
         gradients = [local_part(p.grad) for name, p in parameters if name in self._partial and p.grad is not None]
+        if not gradients:  # every partial parameter is frozen, on all ranks alike
+            return
         message = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(message, group=self._groups.tp)
         for gradient, total in zip(gradients, message.split([g.numel() for g in gradients]), strict=True):

@@ -261,9 +261,9 @@ def _save(engine: Engine, root: Path, step: int) -> dict[str, Tensor]:
     return {name: whole(tensor) for name, tensor in flat_tensors(state)}
 
 
-def frozen_indexer(case: Case) -> dict[str, Any]:
+def frozen_indexer(case: Case, **options: Any) -> dict[str, Any]:
     """Two steps with the indexer's loss off."""
-    engine = make_engine(case, dsa_indexer_loss_coeff=None, dsa_indexer_use_sparse_loss=False)
+    engine = make_engine(case, dsa_indexer_loss_coeff=None, dsa_indexer_use_sparse_loss=False, **options)
     before = {name: whole(p) for name, p in engine.model.named_parameters()}
     for _ in range(2):
         train_step(engine, micro_batches(case, engine), 1e-2)
