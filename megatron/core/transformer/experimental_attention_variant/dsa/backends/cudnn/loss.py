@@ -204,8 +204,14 @@ def _visible_lse(q_RHD: Tensor, kv_CD: Tensor, scale: float, causal_offset: int)
 
 
 def _dense_chunks(layout: Layout, ranks: int, cells: int) -> Iterator[tuple[int, int]]:
-    """Half-open row ranges of one shard. Alone, a rank follows its segments, which leaves out padding rows."""
+    """Half-open row ranges of one shard. Alone, a rank follows its segments, which leaves out padding rows.
+
+    A rank of nothing but padding has one chunk of no rows, which launches no kernel: the keys it gathered stay in the
+    graph, since the other ranks wait for their gradients.
+    """
     if ranks == 1:
+        if not layout.segments:
+            yield 0, 0
         for segment in layout.segments:
             for piece in split_rows(segment, cells):
                 yield piece.row_start, piece.row_stop
