@@ -4,6 +4,9 @@ GPU tests are deselected, not skipped, where no CUDA device is: a skip reads lik
 that compare with transformers where it is not installed (the release that they need wants Python 3.11). How many were
 left out, and why, is printed above pytest's last line, also under pytest-xdist (whose workers do the collecting and
 hand the counts over).
+
+What a test measures instead of asserting stands there too: a property named ``MEASURED``, which travels with the
+test's report, while pytest-xdist drops prints.
 """
 
 import os
@@ -30,6 +33,8 @@ ROOT = Path(__file__).resolve().parents[1]
 NO_DEVICE = "tests deselected: they need a CUDA device and none is here"
 NOT_ASKED = "tests deselected: they take minutes and run with -m gpu_long"
 NO_TRANSFORMERS = "test files left out: they need transformers 5.24.0, which wants Python 3.11 or newer"
+
+MEASURED = "measured"
 
 _left_out: Counter[str] = Counter()
 
@@ -89,5 +94,8 @@ def pytest_testnodedown(node: Any, error: object) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
+    reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, [])]
+    for line in sorted({value for report in reports for name, value in report.user_properties if name == MEASURED}):
+        terminalreporter.write_line(f"{line}.")
     for reason, count in sorted(_left_out.items()):
         terminalreporter.write_line(f"{count} {reason}.")

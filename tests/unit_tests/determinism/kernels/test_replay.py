@@ -1,11 +1,11 @@
 """Each kernel of the cudnn backend, run again on the same operands while another stream keeps the memory busy.
 
-On a GPU the real kernels must repeat every bit; the few that add up atomically are measured instead, and warn of the
-largest relative difference for the manifest's ``spread``. On a CPU the emulator stands in for the kernels, which proves
-only that the tests run. Sizes on the GPU are such that thousands of blocks meet in the same keys.
+On a GPU the real kernels must repeat every bit; the few that add up atomically are measured instead, and the summary
+of the run shows the largest relative difference for the manifest's ``spread``. On a CPU the emulator stands in for
+the kernels, which proves only that the tests run. Sizes on the GPU are such that thousands of blocks meet in the same
+keys.
 """
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -18,6 +18,7 @@ from megatron.core.transformer.experimental_attention_variant.dsa.backends.cudnn
 from megatron.core.transformer.experimental_attention_variant.dsa.backends.protocol import Attended, Backend, TopK
 from megatron.core.transformer.experimental_attention_variant.dsa.layout import Layout
 from megatron.core.transformer.experimental_attention_variant.dsa.quantization import quantize_e4m3
+from tests.conftest import MEASURED
 from tests.unit_tests.core.transformer.experimental_attention_variant.dsa import test_rope_precision as indexer_stub
 from tests.unit_tests.core.transformer.experimental_attention_variant.dsa.backends import cases
 from tests.unit_tests.core.transformer.experimental_attention_variant.dsa.backends.cases import Case, Inputs
@@ -32,6 +33,7 @@ COPIES, COPY_BYTES = 24, 2**29
 # A sum in another order differs by its rounding; anything larger is a race.
 LARGEST_SPREAD = 1e-2
 Tensors = tuple[Tensor, ...]
+RecordProperty = Callable[[str, object], None]
 
 
 @contextmanager
@@ -73,9 +75,9 @@ def spread(results: list[Tensors], i: int) -> float:
     return max(float((other[i].double() - first).norm() / first.norm()) for other in results[1:])
 
 
-def report(where: str, value: float) -> None:
-    """Show a spread for the manifest (as a warning: pytest-xdist drops prints), and hold it to the one listed there."""
-    warnings.warn(f"spread of {where}: {value:.2e}", stacklevel=2)
+def check_spread(where: str, value: float, record_property: RecordProperty) -> None:
+    """Hold a spread to the one that the manifest lists, and have the summary show it."""
+    record_property(MEASURED, f"spread of {where}: {value:.2e}")
     listed = MANIFEST[f"dsa/backends/cudnn/frontend.py:{where}"].spread
     assert value <= (LARGEST_SPREAD if listed is None else 4 * listed)
 
@@ -184,7 +186,7 @@ def test_quantization(stage: Stage, scale_format: str) -> None:
 # ---- not exact: measured ----
 
 
-def test_attention_backward_spread(stage: Stage, lengths: tuple[int, ...]) -> None:
+def test_attention_backward_spread(stage: Stage, lengths: tuple[int, ...], record_property: RecordProperty) -> None:
     """dq repeats its bits; dkv is added up atomically on SM 9.0."""
     backend, inputs, shape, case = prepare(stage, lengths, "packed", "off")
     topk = backend.select(inputs.indexer, shape, case.k)
@@ -196,11 +198,13 @@ def test_attention_backward_spread(stage: Stage, lengths: tuple[int, ...]) -> No
 
     results = reruns(run, stage.device)
     assert spread(results, 0) == 0
-    report("sparse_backward", spread(results, 1))
+    check_spread("sparse_backward", spread(results, 1), record_property)
 
 
 @pytest.mark.parametrize(("loss", "where"), [("sparse", "indexer_backward"), ("dense", "dense_indexer_backward")])
-def test_indexer_backward_spread(stage: Stage, lengths: tuple[int, ...], loss: str, where: str) -> None:
+def test_indexer_backward_spread(
+    stage: Stage, lengths: tuple[int, ...], loss: str, where: str, record_property: RecordProperty
+) -> None:
     """dq repeats its bits; dk and dw are added up atomically on SM 9.0.
 
     For dw an H200 measured 4.1e-6 (sparse) and 1.1e-5 (dense).
@@ -215,7 +219,7 @@ def test_indexer_backward_spread(stage: Stage, lengths: tuple[int, ...], loss: s
 
     results = reruns(run, stage.device)
     assert spread(results, 0) == 0
-    report(where, max(spread(results, 1), spread(results, 2)))
+    check_spread(where, max(spread(results, 1), spread(results, 2)), record_property)
 
 
 # ---- the check itself ----
