@@ -49,8 +49,8 @@ MANIFEST: dict[str, Dispatch] = {
         ("indexer_forward_wrapper",), "c1df9bcb104b", f"{REPLAY}::test_selection_and_its_scores"
     ),
     f"{FRONTEND}:top_k": Dispatch(("indexer_top_k_wrapper",), "71d47a390712", f"{REPLAY}::test_top_k_among_ties"),
-    f"{FRONTEND}:_flash_forward": Dispatch(
-        ("flash_mla.flash_mla_sparse_fwd",), "c32ef938b206", f"{REPLAY}::test_attention_forward"
+    f"{FRONTEND}:flash_forward": Dispatch(
+        ("flash_mla.flash_mla_sparse_fwd",), "b32ea72cbf3d", f"{REPLAY}::test_attention_forward"
     ),
     f"{FRONTEND}:sparse_backward": Dispatch(
         ("sparse_attention_backward_wrapper",), "b6756a507df4", f"{REPLAY}::test_attention_backward_spread", exact=False

@@ -107,7 +107,7 @@ def sparse_forward(
     """BF16 output ``[R, H, V]`` and natural-log lse ``[R, H]``; an empty row gives 0 and +inf."""
     outs, lses = [], []
     for q in _head_slices(q_RHD):
-        out, _, lse = _flash_forward()(
+        out, _, lse = flash_forward()(
             _pad_heads(q, _next_of(FORWARD_HEADS, q.shape[1])),
             kv_SD.unsqueeze(1),
             indices_RK.unsqueeze(1),
@@ -259,7 +259,8 @@ def _dsa() -> Any:
     return DSA
 
 
-def _flash_forward() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+def flash_forward() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """FlashMLA's sparse prefill, with its SM90 kernels chosen."""
     from flash_mla import flash_mla_sparse_fwd
 
     if _takes_legacy(flash_mla_sparse_fwd):

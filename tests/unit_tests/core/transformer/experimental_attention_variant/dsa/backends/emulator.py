@@ -12,16 +12,19 @@ the sources:
 - both indexer backwards divide by the rows of the call and overwrite score matrices, and weight gradients are BF16;
 - the sparse target comes normalized, and refuses a single row.
 
+FlashMLA comes in the builds of ``FLASH_BUILDS``, which differ as its releases do.
+
 ``Emulator.calls`` counts launches, ``Emulator.compiled`` holds the keys by which the library caches compiled kernels.
 The same suite runs against the real kernels on a GPU, which is what proves this file.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter
 from importlib import import_module
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any
 
 import pytest
@@ -148,7 +151,29 @@ class Emulator:
     def flash_mla_sparse_fwd(  # noqa: PLR0913
         self, q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk_length=None, use_legacy=False
     ):
-        require(use_legacy, "the current kernels have no SM90")
+        require(use_legacy, "sparse_prefill_fwd is only supported on SM100f architectures.")
+        return self._sparse_prefill(q, kv, indices, sm_scale, d_v, attn_sink, topk_length)
+
+    def upstream_sparse_fwd(  # noqa: PLR0913
+        self, q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk_length=None
+    ):
+        return self._sparse_prefill(q, kv, indices, sm_scale, d_v, attn_sink, topk_length)
+
+    def base2_sparse_fwd(  # noqa: PLR0913
+        self, q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk_length=None
+    ):
+        out, peak, lse = self._sparse_prefill(q, kv, indices, sm_scale, d_v, attn_sink, topk_length)
+        return out, peak, lse / math.log(2.0)
+
+    def sm100_sparse_fwd(  # noqa: PLR0913
+        self, q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk_length=None
+    ):
+        raise Refused("sparse_prefill_fwd is only supported on SM100f architectures.")
+
+    def lengthless_sparse_fwd(self, q, kv, indices, sm_scale, d_v=512):
+        raise AssertionError("not called: its rows have no lengths")
+
+    def _sparse_prefill(self, q, kv, indices, sm_scale, d_v, attn_sink, topk_length):  # noqa: PLR0913
         check_tensor("q", q, BF16, 3)
         check_tensor("kv", kv, BF16, 3)
         check_tensor("indices", indices, INT32, 3)
@@ -354,12 +379,22 @@ def visible_lse(q: Tensor, kv: Tensor, scale: float, causal_offset: int) -> Tens
     return logits.masked_fill(hidden.unsqueeze(1), -torch.inf).logsumexp(-1)
 
 
-def install(monkeypatch: pytest.MonkeyPatch) -> Emulator:
+# Builds of FlashMLA by the function they would export: two that run on SM 9.0, and three that do not fit.
+FLASH_BUILDS = {
+    "sgl-flash-mla": Emulator.flash_mla_sparse_fwd,
+    "upstream": Emulator.upstream_sparse_fwd,
+    "base 2": Emulator.base2_sparse_fwd,
+    "SM 10.0 only": Emulator.sm100_sparse_fwd,
+    "without lengths": Emulator.lengthless_sparse_fwd,
+}
+
+
+def install(monkeypatch: pytest.MonkeyPatch, flash_build: str = "sgl-flash-mla") -> Emulator:
     """Stand in for the GPU packages until the test ends."""
     emulator = Emulator()
     modules = {
         "cudnn": {"DSA": emulator},
-        "flash_mla": {"flash_mla_sparse_fwd": emulator.flash_mla_sparse_fwd},
+        "flash_mla": {"flash_mla_sparse_fwd": MethodType(FLASH_BUILDS[flash_build], emulator)},
         f"{CUDNN_BACKEND}.triton_rows": {"kl_rows": kl_rows, "backward_rows": backward_rows},
         f"{CUDNN_BACKEND}.triton_lse": {"visible_lse": visible_lse},
     }

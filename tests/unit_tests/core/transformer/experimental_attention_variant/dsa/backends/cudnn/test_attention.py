@@ -8,7 +8,7 @@ from megatron.core.transformer.experimental_attention_variant.dsa.backends.proto
 from megatron.core.transformer.experimental_attention_variant.dsa.layout import Layout
 from megatron.core.transformer.experimental_attention_variant.dsa.reference import ReferenceBackend
 
-from .. import cases
+from .. import cases, emulator
 from ..cases import Case
 from ..conftest import Stage
 from ..test_backends import ATTENTION_GRAD_TOLERANCE, OUT_TOLERANCE, check_case, run
@@ -33,9 +33,20 @@ def test_any_number_of_heads(heads: int, loss: str, stage: Stage) -> None:
     check_case(CudnnBackend(case.config()), case, Layout.packed((0, 7, 40)), stage)
 
 
-def test_without_a_rotary_part(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("build", ["sgl-flash-mla", "upstream"])
+@pytest.mark.parametrize(("heads", "loss"), [(16, "sparse"), (129, "off"), (64, "dense")])
+def test_every_build_of_flash_mla(build: str, heads: int, loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(torch.device("cpu"), emulator.install(monkeypatch, build))
+    case = Case("packed", loss, heads, 16, 24, torch.bfloat16)
+    check_case(CudnnBackend(case.config()), case, Layout.packed((0, 7, 40)), stage)
+
+
+@pytest.mark.parametrize("loss", ["sparse", "dense"])
+def test_without_a_rotary_part(loss: str, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries and keys are the latent alone, 512 wide."""
     monkeypatch.setattr(cases, "WIDTH", cases.LATENT)
-    case = Case("packed", "dense", 64, 16, 64, torch.bfloat16)
+    monkeypatch.setattr(cases, "ROPE", 0)
+    case = Case("packed", loss, 64, 16, 64, torch.bfloat16)
     check_case(CudnnBackend(case.config()), case, Layout.packed((0, 7, 40)), stage)
 
 

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError
+from types import ModuleType
 
 import pytest
 import torch
@@ -11,14 +12,19 @@ from megatron.core.transformer.experimental_attention_variant.dsa.backends impor
 from megatron.core.transformer.experimental_attention_variant.dsa.backends.cudnn import capability
 from megatron.core.transformer.experimental_attention_variant.dsa.config import DSAConfig
 
+from .. import emulator
 from ..cases import make_config
 
-CUDA = torch.device("cuda", 0)
+FRONTEND_COMMAND = "pip install 'nvidia-cudnn-frontend[cutedsl]>=1.32,<2'"
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that has everything."""
+    """A machine that has everything; FlashMLA's trial row runs on the CPU, in the emulator."""
+    emulator.install(monkeypatch)
+    trial = capability._trial_fault
+    monkeypatch.setattr(capability, "_trial_fault", lambda function, width, device: trial(function, width, CPU))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(capability, "version", lambda package: "1.32.0")
     monkeypatch.setattr(capability, "find_spec", lambda name: object())
@@ -30,6 +36,11 @@ def reason(config: DSAConfig | None = None, device: torch.device = CUDA) -> str 
 
 def test_a_hopper_with_the_packages_is_supported(hopper: None) -> None:
     assert reason() is None
+
+
+@pytest.mark.parametrize("width", [0, 64])
+def test_both_rotary_widths_are_supported(hopper: None, width: int) -> None:
+    assert reason(make_config(qk_pos_emb_head_dim=width)) is None
 
 
 SHAPES = [
@@ -67,16 +78,16 @@ def test_other_architectures_are_refused_by_name(
     assert text is not None and word in text and f"SM {major}.{minor}" in text
 
 
-@pytest.mark.parametrize("installed", ["1.31.0", "0.9", "1.9.9"])
-def test_an_old_frontend_is_refused_with_the_command(
+@pytest.mark.parametrize("installed", ["1.31.0", "0.9", "1.9.9", "2.0", "2.0.0rc1", "10.1"])
+def test_another_frontend_is_refused_with_the_command(
     hopper: None, monkeypatch: pytest.MonkeyPatch, installed: str
 ) -> None:
     monkeypatch.setattr(capability, "version", lambda package: installed)
     text = reason()
-    assert text is not None and installed in text and "pip install 'nvidia-cudnn-frontend[cutedsl]>=1.32'" in text
+    assert text is not None and installed in text and FRONTEND_COMMAND in text
 
 
-@pytest.mark.parametrize("installed", ["1.32", "1.32.0rc1", "1.40.2", "2.0"])
+@pytest.mark.parametrize("installed", ["1.32", "1.32.0rc1", "1.40.2", "1.99"])
 def test_a_newer_frontend_is_taken(hopper: None, monkeypatch: pytest.MonkeyPatch, installed: str) -> None:
     monkeypatch.setattr(capability, "version", lambda package: installed)
     assert reason() is None
@@ -88,7 +99,53 @@ def test_a_missing_frontend_is_refused_with_the_command(hopper: None, monkeypatc
 
     monkeypatch.setattr(capability, "version", missing)
     text = reason()
-    assert text is not None and "pip install 'nvidia-cudnn-frontend[cutedsl]>=1.32'" in text
+    assert text is not None and FRONTEND_COMMAND in text
+
+
+@pytest.mark.parametrize("width", [0, 64])
+def test_an_upstream_flash_mla_with_sm90_kernels_is_taken(
+    hopper: None, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    emulator.install(monkeypatch, "upstream")
+    assert reason(make_config(qk_pos_emb_head_dim=width)) is None
+
+
+UNFIT = [
+    ("SM 10.0 only", "only supported on SM100f"),
+    ("without lengths", "without topk_length"),
+    ("base 2", "log-sum-exp 1.443"),
+]
+
+
+@pytest.mark.parametrize(("build", "found"), UNFIT)
+def test_another_flash_mla_is_refused_with_the_command(
+    hopper: None, monkeypatch: pytest.MonkeyPatch, build: str, found: str
+) -> None:
+    emulator.install(monkeypatch, build)
+    text = reason()
+    assert text is not None and found in text and "pip install 'sgl-flash-mla>=1.0'" in text
+    assert "\n" not in text and text.count(". ") == 0, "one sentence"
+
+
+def test_a_flash_mla_that_does_not_load_is_refused_with_the_command(
+    hopper: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "flash_mla", ModuleType("flash_mla"))
+    text = reason()
+    assert text is not None and "cannot import name" in text and "pip install 'sgl-flash-mla>=1.0'" in text
+
+
+def test_flash_mla_is_tried_once_in_a_process(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = emulator.install(monkeypatch)
+    for _ in range(3):
+        assert reason() is None
+    assert stand_in.calls["flash_mla"] == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [0, 64])
+def test_this_machine_is_supported(width: int) -> None:
+    assert reason(make_config(qk_pos_emb_head_dim=width), torch.device("cuda", torch.cuda.current_device())) is None
 
 
 @pytest.mark.parametrize(
