@@ -71,24 +71,24 @@ MANIFEST: dict[str, Dispatch] = {
     f"{TRITON}/quantize.py:quantize_e4m3": Dispatch(
         ("_quantize_kernel[grid]",), "6961a0ce4daf", f"{REPLAY}::test_quantization"
     ),
-    f"{TRITON}/quantize.py:_quantize_kernel": Dispatch(("triton.jit",), "6743fc7b76ec", f"{REPLAY}::test_quantization"),
+    f"{TRITON}/quantize.py:_quantize_kernel": Dispatch(("triton.jit",), "452b3fe1d85f", f"{REPLAY}::test_quantization"),
     f"{TRITON}/triton_lse.py:visible_lse": Dispatch(
         ("_lse_kernel[grid]",), "f82491d1b06e", f"{REPLAY}::test_teacher_and_loss"
     ),
     f"{TRITON}/triton_lse.py:_lse_kernel": Dispatch(
-        ("triton.jit",), "4f39e515e21b", f"{REPLAY}::test_teacher_and_loss"
+        ("triton.jit",), "03b0d60ec72d", f"{REPLAY}::test_teacher_and_loss"
     ),
     f"{TRITON}/triton_rows.py:kl_rows": Dispatch(
         ("_kl_kernel[grid]",), "bd23bc03fe68", f"{REPLAY}::test_teacher_and_loss"
     ),
     f"{TRITON}/triton_rows.py:_kl_kernel": Dispatch(
-        ("triton.jit",), "d07cfaa0ecad", f"{REPLAY}::test_teacher_and_loss"
+        ("triton.jit",), "5c684783a3ff", f"{REPLAY}::test_teacher_and_loss"
     ),
     f"{TRITON}/triton_rows.py:backward_rows": Dispatch(
         ("_backward_kernel[grid]",), "b00d8e6b79c9", f"{REPLAY}::test_indexer_backward_spread"
     ),
     f"{TRITON}/triton_rows.py:_backward_kernel": Dispatch(
-        ("triton.jit",), "3b8d0f74466a", f"{REPLAY}::test_indexer_backward_spread"
+        ("triton.jit",), "29d5def6492a", f"{REPLAY}::test_indexer_backward_spread"
     ),
     # ---- gathers and scatters ----
     f"{TRITON}/scoring.py:_take": Dispatch(

@@ -45,7 +45,7 @@ def quantize_e4m3(x: Tensor, scale_format: str = "ue8m0", checked: bool = False)
     return Quantized(codes.view(x.shape), scale.view(x.shape[:-1]))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
 def _quantize_kernel(  # type: ignore[no-untyped-def]
     x, codes, scales, count, WIDTH: tl.constexpr, ROWS: tl.constexpr, UE8M0: tl.constexpr
 ):

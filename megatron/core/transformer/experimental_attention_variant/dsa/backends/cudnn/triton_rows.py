@@ -9,6 +9,10 @@ included, reaches neither the loss nor the log-sum-exp and the mass that the gra
 ``backward_rows`` normalizes a target and turns scores into the prediction, into fresh matrices of the kernel's width:
 the backward kernel overwrites its target, and zeros past a row's end keep garbage there out of the gradients.
 
+Compilations: Triton would make a variant wherever an integer is 1 or a multiple of 16, and wherever a pointer is
+aligned. Loads are masked by a row's length, which no vector width need divide, so alignment buys them nothing: what
+changes from batch to batch is not specialized. ``width`` is, which is the model's and lets the stores be vectorized.
+
 Left out: another order of the slots. Rotating each row's slots, so that neighbouring rows do not add to the same keys
 at the same time, was measured and changes nothing.
 """
@@ -53,7 +57,9 @@ def backward_rows(
     return target, predict
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["target", "scores", "lengths", "target_stride", "scores_stride"]
+)
 def _kl_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     target, scores, lengths, kl, lse, mass, target_stride, scores_stride, floor, BLOCK: tl.constexpr
 ):
@@ -87,7 +93,9 @@ def _kl_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     tl.store(mass + row, weight)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["target", "scores", "lengths", "lse", "mass", "target_stride", "scores_stride"]
+)
 def _backward_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     target, scores, lengths, lse, mass, out_target, out_predict, target_stride, scores_stride, width, floor,
     BLOCK: tl.constexpr, TINY: tl.constexpr,

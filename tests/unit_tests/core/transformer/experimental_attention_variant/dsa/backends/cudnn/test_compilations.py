@@ -1,17 +1,22 @@
 """Packed batches change their shapes every step; what the library compiles for them is bounded.
 
 Keys of the emulator are the library's own cache keys: heads, widths and k everywhere, and for top-k the number of
-columns rounded up to a power of two. On a GPU the library's caches are counted themselves.
+columns rounded up to a power of two. On a GPU the library's caches are counted themselves, and those of the package's
+own Triton kernels.
 """
 
+import ast
 import random
 import sys
+from pathlib import Path
 from types import FunctionType
 
 import pytest
 import torch
 
+from megatron.core.transformer.experimental_attention_variant.dsa.backends import cudnn as cudnn_backend
 from megatron.core.transformer.experimental_attention_variant.dsa.backends.cudnn import CudnnBackend
+from megatron.core.transformer.experimental_attention_variant.dsa.backends.cudnn.scoring import scoring_operands
 from megatron.core.transformer.experimental_attention_variant.dsa.layout import Layout
 
 from .. import cases
@@ -74,3 +79,70 @@ def test_the_library_compiles_nothing_new_but_top_k_buckets(loss: str) -> None:
     assert others == warm
     # Power-of-two columns, few or many rows: however long training runs, no more than this.
     assert buckets - before <= 2 * longest.bit_length()
+
+
+TRITON_FILES = ("quantize", "triton_lse", "triton_rows")
+# Integers that a model fixes, and tensors that the launcher allocates: these may be specialized.
+FIXED = {"heads", "width"}
+ALLOCATED = {"q", "kv", "x", "codes", "scales", "kl", "out_target", "out_predict"}
+WRITTEN = {"_lse_kernel": {"lse"}, "_kl_kernel": {"lse", "mass"}}
+FLOATS = {"floor", "scale_log2"}
+
+
+def kernel_parameters(file: str) -> dict[str, tuple[set[str], set[str]]]:
+    """Of each Triton kernel of a file: its run-time parameters, and those named in ``do_not_specialize``."""
+    source = (Path(cudnn_backend.__file__).parent / f"{file}.py").read_text(encoding="utf-8")
+    found = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
+            (decorator,) = node.decorator_list
+            assert isinstance(decorator, ast.Call), f"{node.name} specializes every argument"
+            (listed,) = (ast.literal_eval(k.value) for k in decorator.keywords if k.arg == "do_not_specialize")
+            found[node.name] = {a.arg for a in node.args.args if a.annotation is None}, set(listed)
+    return found
+
+
+@pytest.mark.parametrize("file", TRITON_FILES)
+def test_triton_specializes_nothing_that_changes_from_batch_to_batch(file: str) -> None:
+    """Triton ignores a name that is no parameter, and makes up to three variants of an integer, two of a pointer."""
+    kernels = kernel_parameters(file)
+    assert kernels
+    for name, (parameters, listed) in kernels.items():
+        assert parameters - listed <= FIXED | ALLOCATED | FLOATS | WRITTEN.get(name, set()), name
+        assert listed <= parameters, name
+
+
+def triton_variants() -> dict[str, int]:
+    """Compiled variants of each of the package's own Triton kernels."""
+    counts = {}
+    for file in TRITON_FILES:
+        module = sys.modules.get(f"{cudnn_backend.__name__}.{file}")
+        for name, kernel in vars(module).items() if module else ():
+            if hasattr(kernel, "device_caches"):
+                counts[name] = sum(len(cache[0]) for cache in kernel.device_caches.values())
+    return counts
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("loss", ["sparse", "dense"])
+def test_triton_compiles_one_variant_for_all_lengths(loss: str) -> None:
+    """After one batch: none more for totals of 1, odd ones, multiples of 16, or documents of one token."""
+    device = torch.device("cuda")
+    step(loss, Layout.packed((0, 37, 90)), device)
+    warm = triton_variants()
+    assert warm["_kl_kernel"] > 0
+    for lengths in ((1,), (16, 48), (1, 1, 30), (160,), (33, 1, 64, 7), (128, 5)):
+        step(loss, Layout.packed(cases.offsets_of(lengths)), device)
+    assert triton_variants() == warm
+
+
+@pytest.mark.gpu
+def test_triton_compiles_one_quantizer_for_all_lengths() -> None:
+    config = cases.make_config(scoring_precision="fp8")
+    for rows in (37, 1, 16, 160, 33):
+        case = Case("packed", "off", 16, 32, 64, torch.bfloat16)
+        indexer = cases.make_inputs(Layout.causal(1, rows), case, torch.device("cuda")).indexer
+        scoring_operands(indexer, config)
+        if rows == 37:
+            warm = triton_variants()
+    assert warm["_quantize_kernel"] > 0 and triton_variants() == warm
