@@ -9,6 +9,7 @@ This file and ``capability.py`` are the only ones that know what a kernel accept
 - the number of selected keys is padded with -1 to a multiple of 128;
 - dtypes: q and k in BF16, head weights FP32 for scoring and BF16 for the backward kernels (they take nothing else);
 - alignment: row slices of int32 vectors are copied, because kernels compiled for 16-byte aligned tensors refuse them;
+- no rows launch nothing;
 - both indexer backwards divide by the rows of the call, which ``loss_coeff`` undoes: gradients here are those of a sum.
 
 Everything is for one flattened sequence (batch 1), with ids global to its keys: layouts were resolved before.
@@ -105,6 +106,9 @@ def sparse_forward(
     q_RHD: Tensor, kv_SD: Tensor, indices_RK: Tensor, length_R: Tensor, scale: float, value_dim: int
 ) -> tuple[Tensor, Tensor]:
     """BF16 output ``[R, H, V]`` and natural-log lse ``[R, H]``; an empty row gives 0 and +inf."""
+    if not q_RHD.shape[0]:
+        lse_RH = q_RHD.new_full(q_RHD.shape[:2], torch.inf, dtype=torch.float32)
+        return q_RHD.new_zeros((*q_RHD.shape[:2], value_dim)), lse_RH
     outs, lses = [], []
     for q in _head_slices(q_RHD):
         out, _, lse = flash_forward()(
@@ -125,6 +129,8 @@ def sparse_backward(
 ) -> tuple[Tensor, Tensor]:
     """BF16 ``dq [R, H, D]`` and ``dkv [S, D]`` from ``(q, kv, out, dout, lse)``."""
     q_RHD, kv_SD, out_RHV, dout_RHV, lse_RH = operands
+    if not q_RHD.shape[0]:
+        return torch.zeros_like(q_RHD), torch.zeros_like(kv_SD)
     dqs: list[Tensor] = []
     dkvs: list[Tensor] = []
     slices = zip(*(_head_slices(x) for x in (q_RHD, out_RHV, dout_RHV, lse_RH)), strict=True)
@@ -152,6 +158,8 @@ def sparse_target(
     q_RHD: Tensor, kv_SD: Tensor, lse_RH: Tensor, indices_RK: Tensor, length_R: Tensor, scale: float
 ) -> Tensor:
     """FP32 ``[R, K]``: attention probabilities of the selected keys, summed over heads; zeros past the length."""
+    if not q_RHD.shape[0]:
+        return torch.zeros(indices_RK.shape, dtype=torch.float32, device=q_RHD.device)
     if q_RHD.shape[0] == 1:
         # Its transposed copy of a single row's lse keeps a stride that the kernel refuses: run the row twice.
         twice = (x.expand(2, *x.shape[1:]).contiguous() for x in (q_RHD, lse_RH, indices_RK, length_R))

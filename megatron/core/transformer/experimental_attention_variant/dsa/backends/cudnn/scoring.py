@@ -93,7 +93,9 @@ def score(operands: IndexerInputs | QuantizedInputs, call: Call) -> Tensor:
     return score_segments(_take(operands.q_TID, rows), _take(operands.k_SD, keys), operands.w_TI[rows], call.segments)
 
 
+# Made outside inference mode: an evaluation may be the first to ask, and the next training step gets the same tensors.
 @lru_cache(maxsize=_CACHED_PLANS)
+@torch.inference_mode(False)
 def plan(layout: Layout, device: torch.device, byte_budget: int) -> Plan:
     """Calls whose scores and top-k scratch stay within ``byte_budget`` bytes each (one row at the least)."""
     groups = list(_groups(layout, max(byte_budget // BYTES_A_CELL, 1)))
@@ -106,6 +108,7 @@ def plan(layout: Layout, device: torch.device, byte_budget: int) -> Plan:
 
 
 @lru_cache(maxsize=_CACHED_PLANS)
+@torch.inference_mode(False)
 def segment_calls(layout: Layout, device: torch.device) -> tuple[Call, ...]:
     """One call for each segment, as wide as its last row sees."""
     return _build_calls([([segment], segment.row_stop) for segment in layout.segments], device, 1)

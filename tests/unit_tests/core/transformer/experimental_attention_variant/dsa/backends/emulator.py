@@ -177,6 +177,7 @@ class Emulator:
         check_tensor("q", q, BF16, 3)
         check_tensor("kv", kv, BF16, 3)
         check_tensor("indices", indices, INT32, 3)
+        require(q.shape[0] > 0, "no rows")
         require(q.shape[1] in (64, 128), f"h_q must be 64 or 128, got {q.shape[1]}")
         require(q.shape[2] == kv.shape[2] and q.shape[2] in (512, 576) and d_v == 512, "d_qk or d_v")
         require(indices.shape[2] % 128 == 0, f"topk must be a multiple of 128, got {indices.shape[2]}")
@@ -201,6 +202,7 @@ class Emulator:
         ):  # fmt: skip
             check_tensor(name, x, dtype, ndim)
         rows, heads, width = q.shape
+        require(rows > 0, "no rows")
         require(heads in (16, 32, 64, 128) and width in (512, 576), f"heads {heads} or width {width}")
         require(out.shape == dout.shape == (rows, heads, 512) and lse.shape == (rows, heads), "out, dout or lse")
         require(attn_sink.shape == (heads,) and topk_idxs.shape[0] == rows and topk_length.shape == (rows,), "shapes")

@@ -184,6 +184,15 @@ def test_large_logits(loss: str, heads: int, stage: Stage) -> None:
     check_case(backend, case, case.layouts()[0], stage, logit_scale=20.0)
 
 
+@pytest.mark.parametrize("loss", cases.LOSSES)
+@pytest.mark.parametrize("keys", [0, 40])
+def test_no_rows(keys: int, loss: str, stage: Stage) -> None:
+    """Every verb gives empty tensors and zero gradients of the keys, and launches nothing."""
+    case, layout = Case("packed", loss, 16, 32, 64, torch.bfloat16), Layout(0, keys, ())
+    check_case(resolve("cudnn")(case.config()), case, layout, stage)
+    assert stage.emulator is None or not stage.emulator.calls
+
+
 def test_the_table_meets_every_pair_of_values() -> None:
     """All pairs of all columns but k and carrier, whose pairs with each other and with the rest are met as well."""
     rows = [(c.layout, c.loss, c.heads, c.index_heads, c.k, c.carrier) for c in cases.table()]

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import megatron.core
 import megatron.core.transformer.experimental_attention_variant.dsa.backends.cudnn as cudnn_backend
 from megatron.core.transformer.experimental_attention_variant.dsa.backends.cudnn.scoring import (
+    BYTE_BUDGET,
     plan,
     score,
     segment_calls,
@@ -20,10 +22,10 @@ from .. import cases
 from ..cases import Case
 from ..conftest import Stage
 from ..emulator import Emulator, shown_keys
-from ..test_backends import check_case, select_and_check
+from ..test_backends import check_case, run, select_and_check
 
 CPU = torch.device("cpu")
-BYTES = 2 * 2**30
+BYTES = BYTE_BUDGET
 
 
 def operands(layout: Layout, heads: int = 32, device: torch.device = CPU) -> IndexerInputs:
@@ -32,10 +34,12 @@ def operands(layout: Layout, heads: int = 32, device: torch.device = CPU) -> Ind
 
 
 def callers(name: str) -> list[str]:
-    """Files and functions of the backend that mention ``name``."""
+    """Files of the whole tree that call ``name``, once for each call."""
     found = []
-    for path in Path(cudnn_backend.__file__).parent.glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for path in Path(megatron.core.__file__).parents[1].rglob("*.py"):
+        if name not in (source := path.read_text(encoding="utf-8")):
+            continue
+        for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == name:
                 found.append(path.name)
     return found
@@ -91,6 +95,10 @@ def exact_scores(inputs: IndexerInputs, row: int, keys: slice) -> torch.Tensor:
     return inputs.w_TI[row] @ dots
 
 
+def test_the_default_byte_budget() -> None:
+    assert BYTE_BUDGET == cudnn_backend.CudnnBackend(cases.make_config()).byte_budget == 2 * 2**30
+
+
 def test_a_call_stays_within_the_byte_budget() -> None:
     budget = 12 * 2**20
     for layout in (Layout.causal(1, 40000), Layout.packed((0, 300, 9300, 9301)), Layout.zigzag((0, 65536), 8, 3)):
@@ -135,6 +143,18 @@ def test_padding_alone_is_no_call() -> None:
 
 def test_a_plan_is_made_once_for_equal_layouts() -> None:
     assert plan(Layout.causal(2, 64), CPU, BYTES) is plan(Layout.causal(2, 64), CPU, BYTES)
+
+
+def test_plans_made_in_inference_mode_serve_training(stage: Stage) -> None:
+    case = Case("zigzag2", "dense", 16, 32, 32, torch.bfloat16)
+    layout = cases.zigzag((68, 52), 2)[1]
+    backend, inputs = cudnn_backend.CudnnBackend(case.config()), cases.make_inputs(layout, case, stage.device)
+    with torch.inference_mode():
+        backend.attend(inputs.attention, backend.select(inputs.indexer, layout, 32), layout)
+        calls = [*plan(layout, stage.device, BYTE_BUDGET).calls, *segment_calls(layout, stage.device)]
+    held = [x for call in calls for x in (call.keys, *call.segments) if isinstance(x, torch.Tensor)]
+    assert len(held) > 6 and not any(x.is_inference() for x in held)
+    run(backend, inputs, backend.select(inputs.indexer, layout, 32), layout, "dense")
 
 
 @pytest.mark.parametrize(("offset", "row_share", "keys"), [(0, 0, 0), (1, 1 / 32, 2), (2, 1 / 64, 1), (3, 0, 0)])
