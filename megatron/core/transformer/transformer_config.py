@@ -313,7 +313,7 @@ class MLATransformerConfig(TransformerConfig):
     qk_head_dim: int = 128
     """Width of a head's part without rotary embedding (Hugging Face: qk_nope_head_dim)."""
     qk_pos_emb_head_dim: int = 64
-    """Width of a head's rotary part (Hugging Face: qk_rope_head_dim)."""
+    """Width of a head's rotary part (Hugging Face: qk_rope_head_dim); 0 for none."""
     v_head_dim: int = 128
     """Width of a head's value."""
     qk_layernorm: bool = True
@@ -341,12 +341,13 @@ class MLATransformerConfig(TransformerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", *_ROTARY_NUMBERS):
+        for name in ("kv_lora_rank", "qk_head_dim", "v_head_dim", *_ROTARY_NUMBERS):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}: set it to a positive number.")
-        if self.qk_pos_emb_head_dim % 2:
+        if self.qk_pos_emb_head_dim < 0 or self.qk_pos_emb_head_dim % 2:
             raise ValueError(
-                f"qk_pos_emb_head_dim={self.qk_pos_emb_head_dim} is odd: rotary embedding needs pairs, so make it even."
+                f"qk_pos_emb_head_dim={self.qk_pos_emb_head_dim} is negative or odd: rotary embedding needs pairs, so "
+                "make it even (0 for no rotary part)."
             )
         if self.q_lora_rank is None or self.q_lora_rank <= 0 or not self.qk_layernorm:
             raise ValueError(

@@ -70,6 +70,8 @@ def _check_attention(config: MLATransformerConfig, kind: ModelType) -> None:
         _refuse("dsa_indexer_scoring_relu", False, "scores with the ReLU", "train with it")
     if not config.mla_rotary_interleaved:
         _refuse("mla_rotary_interleaved", False, "interleaved pairs", "train with them")
+    if config.qk_pos_emb_head_dim == 0:
+        _refuse("qk_pos_emb_head_dim", 0, "heads with a rotary part", "train with one")
     if config.layernorm_zero_centered_gamma:
         _refuse("layernorm_zero_centered_gamma", True, "plain norm weights", "train without it")
     if config.rope_type not in ("rope", "yarn"):

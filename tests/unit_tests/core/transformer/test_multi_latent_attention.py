@@ -82,9 +82,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", [*VARIANTS, "no-rope", "no-rope-yarn"])
 def test_absorbed_attention_equals_heads_written_out(name: str) -> None:
-    module = make_attention(**VARIANTS[name])
+    no_rope = {"qk_pos_emb_head_dim": 0, "rope_type": "yarn" if name == "no-rope-yarn" else "rope"}
+    module = make_attention(**VARIANTS.get(name, no_rope))
     x = torch.randn(14, 32, dtype=torch.float64, requires_grad=True)
     packed = PackedSeqParams.from_offsets((0, 9, 9, 14))
     actual = module(x, context_of(packed=packed))
@@ -115,6 +116,18 @@ def test_selecting_every_key_is_dense_attention() -> None:
     fewer = make_attention(experimental_attention_variant="dsa", dsa_indexer_topk=2).eval()
     fewer.load_state_dict(sparse.state_dict())
     assert not torch.allclose(fewer(x, context_of(2, 6)), dense(x, context_of(2, 6)))
+
+
+def test_without_a_rotary_part_the_key_is_the_latent_and_positions_do_not_matter() -> None:
+    module = make_attention(core=Probe, qk_pos_emb_head_dim=0)
+    x = torch.randn(5, 32, dtype=torch.float64)
+    module(x, context_of(1, 5))
+    given = module.core_attention.given
+    assert (given["query"].shape, given["key"].shape) == ((5, 2, 12), (5, 12))
+    assert module.core_attention.softmax_scale == 8**-0.5
+    last_row = make_attention(qk_pos_emb_head_dim=0)
+    shuffled = x[[2, 0, 3, 1, 4]]
+    torch.testing.assert_close(last_row(x, context_of(1, 5))[4], last_row(shuffled, context_of(1, 5))[4])
 
 
 def test_core_attention_gets_the_layers_input_and_the_normed_query_latent() -> None:

@@ -93,9 +93,12 @@ GATES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "no latent": ({"kv_lora_rank": 0}, ("kv_lora_rank is 0", "positive number")),
     "no plain part of a head": ({"qk_head_dim": 0}, ("qk_head_dim is 0", "positive number")),
-    "no rotary part": ({"qk_pos_emb_head_dim": 0}, ("qk_pos_emb_head_dim is 0", "positive number")),
+    "negative rotary part": (
+        {"qk_pos_emb_head_dim": -2},
+        ("qk_pos_emb_head_dim=-2 is negative or odd", "make it even"),
+    ),
     "no values": ({"v_head_dim": -1}, ("v_head_dim is -1", "positive number")),
-    "odd rotary part": ({"qk_pos_emb_head_dim": 5}, ("qk_pos_emb_head_dim=5 is odd", "make it even")),
+    "odd rotary part": ({"qk_pos_emb_head_dim": 5}, ("qk_pos_emb_head_dim=5 is negative or odd", "make it even")),
     "no query latent": ({"q_lora_rank": None}, ("q_lora_rank=None", "positive rank")),
     "latents without norms": ({"qk_layernorm": False}, ("qk_layernorm=False", "qk_layernorm to True")),
 }

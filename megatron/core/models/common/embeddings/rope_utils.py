@@ -27,7 +27,7 @@ class RotaryEmbedding(nn.Module):
     """Cosines and sines of rotary angles (RoFormer, Su et al., 2021). Has no parameters and no buffers.
 
     Args:
-        dim: rotated width; even.
+        dim: rotated width; even, 0 for none.
         base: base of the frequencies, ``base ** (-2 i / dim)``.
         factor: multiplies both tables.
     """
@@ -111,7 +111,7 @@ def apply_rotary_pos_emb(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool)
     """Rotate the whole last dimension of ``x``; every entry keeps its place.
 
     Args:
-        x: ``[T, ..., rope_dim]``.
+        x: ``[T, ..., rope_dim]``; a width of 0 has nothing to rotate.
         cos, sin: ``[T, rope_dim / 2]``, broadcast over the dimensions between.
         interleaved: pairs are ``(2 i, 2 i + 1)``; else ``(i, i + rope_dim / 2)``.
 
@@ -119,6 +119,8 @@ def apply_rotary_pos_emb(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool)
         The shape and data type of ``x``. The arithmetic runs in the wider of the two types: FP32 tables give an FP32
         rotation of BF16 inputs, rounded once at the end.
     """
+    if x.shape[-1] == 0:
+        return x
     table_shape = (x.shape[0], *[1] * (x.dim() - 2), cos.shape[-1])
     cos, sin = cos.view(table_shape), sin.view(table_shape)
     pairs = x.unflatten(-1, (-1, 2) if interleaved else (2, -1))

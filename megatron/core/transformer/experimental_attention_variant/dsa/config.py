@@ -117,7 +117,7 @@ class DSAConfig:
                 "experimental_attention_variant='dsa' needs multi-latent attention, but multi_latent_attention is "
                 "False: use MLATransformerConfig (--multi-latent-attention)."
             )
-        for name in ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim"):
+        for name in ("q_lora_rank", "kv_lora_rank", "qk_head_dim"):
             value = getattr(self, name)
             if value is None or value <= 0:
                 raise ValueError(

@@ -120,6 +120,7 @@ REFUSED = {
     "experimental_attention_variant": {"experimental_attention_variant": None},
     "dsa_indexer_scoring_relu": {"dsa_indexer_scoring_relu": False},
     "mla_rotary_interleaved": {"mla_rotary_interleaved": False},
+    "qk_pos_emb_head_dim=0 cannot be exported": {"qk_pos_emb_head_dim": 0},
     "dsa_indexer_topk_freq=2": {"dsa_indexer_topk_freq": 2, "dsa_indexer_rope_interleaved": False},
     "dsa_indexer_k_norm_epsilon=1e-05": {"dsa_indexer_k_norm_epsilon": None},
     "attention_latent_norm_epsilon=0.001": {"attention_latent_norm_epsilon": 1e-3},
