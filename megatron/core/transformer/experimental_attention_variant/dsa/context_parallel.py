@@ -35,6 +35,7 @@ from .collectives import (
     start_gather_rows,
     sum_scatter_rows,
 )
+from .config import DSAConfig
 from .context import ForwardContext, TokenMajor
 from .layout import Layout
 
@@ -57,6 +58,22 @@ class RowShards:
     def of(cls, pg_collection: Any, sequence_parallel: bool) -> RowShards:
         """From Megatron's process group collection (None in one process)."""
         return cls(getattr(pg_collection, "tp", None), getattr(pg_collection, "cp", None), sequence_parallel)
+
+    def require_sizes(self, config: DSAConfig) -> None:
+        """Check that the groups are as large as the configuration says.
+
+        Raises:
+            ValueError: one of them is not, so heads or rows would be shared out otherwise than the config's gates saw.
+        """
+        for name, group, size in (
+            ("tensor_model_parallel_size", self.tp, config.tensor_model_parallel_size),
+            ("context_parallel_size", self.cp, config.context_parallel_size),
+        ):
+            if group_size(group) != size:
+                raise ValueError(
+                    f"{name} is {size}, but the module is built with a process group of {group_size(group)}: pass a "
+                    f"pg_collection of the configured sizes, or set {name}={group_size(group)}."
+                )
 
     def own(self, layout: Layout) -> tuple[int, int]:
         """This rank's rows of the indexer, as a half-open range of ``layout``'s rows."""

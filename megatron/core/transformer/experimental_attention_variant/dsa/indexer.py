@@ -23,6 +23,7 @@ from megatron.core.transformer.spec_utils import build_module
 
 from .backends.protocol import IndexerInputs
 from .config import DSAConfig
+from .context_parallel import RowShards
 from .precision import compute_dtype, hadamard_rotate
 
 
@@ -69,12 +70,17 @@ class DSAIndexer(nn.Module):
     Args:
         config: a ``TransformerConfig`` with ``experimental_attention_variant="dsa"``.
         submodules: specs of the four layers.
-        pg_collection: process groups; the weights are replicated, so a single process needs none.
+        pg_collection: process groups, as large as ``config`` says; the weights are replicated, so a single process
+            needs none.
+
+    Raises:
+        ValueError: a group has another size.
     """
 
     def __init__(self, config: Any, submodules: DSAIndexerSubmodules, pg_collection: Any = None) -> None:
         super().__init__()
         self.dsa = dsa = DSAConfig.from_transformer_config(config)
+        RowShards.of(pg_collection, dsa.sequence_parallel).require_sizes(dsa)
         width = dsa.n_heads * dsa.head_dim
         eps = dsa.layernorm_epsilon if dsa.k_norm_epsilon is None else dsa.k_norm_epsilon
         self.linear_wq_b = build_module(submodules.linear_wq_b, dsa.q_lora_rank, width, config=config)

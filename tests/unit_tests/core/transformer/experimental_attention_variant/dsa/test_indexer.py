@@ -8,7 +8,8 @@ epsilon for all norms, a query latent taken before its RMSNorm, head weights rou
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from megatron.core.transformer.experimental_attention_variant.dsa import (
     Layout,
     record_topk,
 )
+from megatron.core.transformer.experimental_attention_variant.dsa.backends.protocol import IndexerInputs
 from megatron.core.transformer.experimental_attention_variant.dsa.indexer import IndexerKeyNorm
 from megatron.core.transformer.experimental_attention_variant.dsa.layout import positions
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
@@ -64,6 +66,29 @@ def test_operands_equal_the_formula(interleaved: bool, rotated: bool) -> None:
         assert np.abs(actual.detach().numpy() - wrong).max() > 0.1
 
 
+class GroupOf(NamedTuple):
+    """A process group, as far as a module looks at one that it does not use."""
+
+    ranks: int
+
+    def size(self) -> int:
+        return self.ranks
+
+
+@pytest.mark.parametrize("name", ["tensor", "context"])
+@pytest.mark.parametrize(("configured", "ranks"), [(1, 2), (2, None), (2, 4)])
+def test_groups_of_another_size_than_the_configured_one_are_refused(
+    name: str, configured: int, ranks: int | None
+) -> None:
+    option, group = (f"{name}_model_parallel_size", "tp") if name == "tensor" else (f"{name}_parallel_size", "cp")
+    config = model_config(**{option: configured, "cp_comm_type": "allgather"})
+    groups = SimpleNamespace(**{group: None if ranks is None else GroupOf(ranks)})
+    message = f"^{option} is {configured}, but .* process group of {ranks or 1}: .* or set {option}={ranks or 1}.$"
+    with pytest.raises(ValueError, match=message):
+        build_module(INDEXER_SPEC, config=config, pg_collection=groups)
+    build_module(INDEXER_SPEC, config=config, pg_collection=SimpleNamespace(**{group: GroupOf(configured)}))
+
+
 def test_the_front_of_a_head_is_rotated_and_the_rest_is_not() -> None:
     indexer = build_indexer(model_config(rotate_activation=False))
     x, qr = draw(4, 24, seed=1), draw(4, 10, seed=2)
@@ -71,6 +96,19 @@ def test_the_front_of_a_head_is_rotated_and_the_rest_is_not() -> None:
     for a, b in ((here.q_TID, there.q_TID), (here.k_SD, there.k_SD)):
         assert torch.equal(a[..., ROPE:], b[..., ROPE:]) and not torch.isclose(a[..., :ROPE], b[..., :ROPE]).any()
     assert torch.equal(here.w_TI, there.w_TI)
+
+
+def operands(made: IndexerInputs) -> tuple[Tensor, Tensor, Tensor]:
+    return made.q_TID, made.k_SD, made.w_TI
+
+
+def test_without_a_rotary_part_no_position_matters() -> None:
+    config = model_config(qk_pos_emb_head_dim=0)
+    indexer, x, qr = build_indexer(config), draw(4, 24, seed=1), draw(4, 10, seed=2)
+    made, moved = indexer(x, qr, torch.arange(4)), indexer(x, qr, torch.arange(4) + 17)
+    assert all(torch.equal(a, b) for a, b in zip(operands(made), operands(moved), strict=True))
+    for actual, expected in zip(operands(made), numpy_operands(indexer, config, x, qr, torch.arange(4)), strict=True):
+        np.testing.assert_allclose(actual.detach().numpy(), expected, rtol=0, atol=1e-5)
 
 
 def test_scores_depend_on_relative_positions_alone() -> None:
