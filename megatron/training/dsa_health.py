@@ -5,6 +5,11 @@ keys that DSA attended with; the mass is the share of them that falls on the sel
 rows and layers. 1 means that the selection loses nothing. Only rows that see more keys than they select count,
 since all others hold everything. Rows are spread evenly over those, by host integers alone.
 
+Tensor- and context-parallel ranks sample the rows that one process would, of the documents of all of them. Each
+measures those that it holds, for its own heads, against all keys (gathered once more), and the ranks sum what they
+found. So the figure does not depend on how rows and heads are shared out, and each of these ranks knows it.
+Data-parallel ranks measure their own micro-batches.
+
 Measured by forward hooks that exist only while a pass is measured, so that other steps pay nothing; the hooks go
 before backward begins, so activation recompute does not measure again. Layers that reuse a selection are measured
 too: their queries are their own.
@@ -12,14 +17,18 @@ too: their queries are their own.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.core.transformer.experimental_attention_variant.dsa import DSAttention, Layout
+from megatron.core.tensor_parallel.mappings import all_gather_rows, group_size
+from megatron.core.transformer.experimental_attention_variant.dsa import DSAttention, Layout, Segment
+from megatron.core.transformer.forward_context import ForwardContext
 
 # Logits of this many (row, head, key) triples are held at once: 256 MB in FP32.
 _LOGITS_AT_ONCE = 2**26
@@ -43,11 +52,25 @@ def sampled_rows(layout: Layout, topk: int, count: int) -> list[tuple[int, int, 
     return rows
 
 
+def held_rows(rows: list[tuple[int, int, int]], layout: Layout) -> list[tuple[int, int, int]]:
+    """Those of ``rows``, sampled from a layout of the same keys, that ``layout`` holds, as it numbers them."""
+    segments: dict[int, list[Segment]] = defaultdict(list)
+    for segment in layout.segments:
+        segments[segment.key_start].append(segment)
+    held = []
+    for _, start, stop in rows:
+        for segment in segments[start]:
+            i = stop - start - 1 - segment.causal_offset
+            if 0 <= i < segment.num_rows:
+                held.append((segment.row_start + i, start, stop))
+    return held
+
+
 @torch.no_grad()
 def attention_mass(
     q_THD: Tensor, kv_SD: Tensor, scale: float, indices_TK: Tensor, rows: list[tuple[int, int, int]]
 ) -> Tensor:
-    """Mean mass of ``rows`` (as ``sampled_rows`` gives them), FP32 scalar.
+    """Sum over ``rows`` (as ``sampled_rows`` gives them) of their masses, each the mean over heads; FP32 scalar.
 
     Args:
         q_THD: queries ``[T, H, D]``.
@@ -56,7 +79,7 @@ def attention_mass(
         indices_TK: selected keys ``[T, K]``, padded by -1.
     """
     device, (num_keys, heads) = q_THD.device, (kv_SD.shape[0], q_THD.shape[1])
-    bounds = torch.tensor(rows, dtype=torch.int64).to(device)
+    bounds = torch.tensor(rows, dtype=torch.int64).view(-1, 3).to(device)
     keys, key_ids = kv_SD.float(), torch.arange(num_keys, device=device)
     total = torch.zeros((), device=device)
     for chunk in bounds.split(max(1, _LOGITS_AT_ONCE // (num_keys * heads))):
@@ -66,7 +89,7 @@ def attention_mass(
         probs_RS = logits_RHS.masked_fill(~visible_RS[:, None], float("-inf")).softmax(-1).mean(1)
         ids_RK = indices_TK[row.squeeze(1)].long()
         total += (probs_RS.gather(1, ids_RK.clamp(min=0)) * (ids_RK >= 0)).sum()
-    return total / len(rows)
+    return total
 
 
 class MassProbe:
@@ -79,10 +102,17 @@ class MassProbe:
     def __init__(self, rows: int) -> None:
         self.by_layer: dict[int, Tensor] = {}
         self._rows = rows
+        self._whole: Layout | None = None
 
     @contextmanager
-    def watching(self, model: nn.Module) -> Iterator[None]:
-        """Measure the forward pass that runs inside."""
+    def watching(self, model: nn.Module, layout: Layout | None = None) -> Iterator[None]:
+        """Measure the forward pass that runs inside.
+
+        Args:
+            model: every DSA layer inside is measured.
+            layout: rows of all tensor- and context-parallel ranks; None where this process holds them all.
+        """
+        self._whole = layout
         layers = [module for module in model.modules() if isinstance(module, DSAttention)]
         hooks = [layer.register_forward_hook(self._measure, with_kwargs=True) for layer in layers]
         try:
@@ -94,9 +124,23 @@ class MassProbe:
     def _measure(self, layer: DSAttention, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
         query, key = (kwargs[name] if name in kwargs else args[i] for i, name in enumerate(("query", "key")))
         context = kwargs["context"]
-        rows = sampled_rows(context.layout, layer.dsa.topk, self._rows)
+        rows = sampled_rows(self._whole or context.layout, layer.dsa.topk, self._rows)
         topk = context.topk_cache.get(layer.source_layer)
-        if rows and topk is not None:
-            keys = key.detach().flatten(1)
-            mass = attention_mass(query.detach(), keys, layer.softmax_scale, topk.indices_TK, rows)
-            self.by_layer[layer.layer_number] = mass
+        if not rows or topk is None:
+            return
+        keys = _all_keys(layer, key, context)
+        held = held_rows(rows, context.layout)
+        total = attention_mass(query.detach(), keys, layer.softmax_scale, topk.indices_TK, held)
+        for group in (layer.shards.tp, layer.shards.cp):
+            if group_size(group) > 1:
+                dist.all_reduce(total, group=group)
+        self.by_layer[layer.layer_number] = total / (len(rows) * group_size(layer.shards.tp))
+
+
+def _all_keys(layer: DSAttention, key: Tensor, context: ForwardContext) -> Tensor:
+    """The latent keys of all rows ``[S, D]``, in global order."""
+    keys = key.detach().flatten(1)
+    if layer.shards.sequence_parallel:
+        keys = all_gather_rows(keys, layer.shards.tp)
+    keys = all_gather_rows(keys, layer.shards.cp)
+    return keys if context.key_order is None else keys[context.key_order[0]]

@@ -25,9 +25,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import group_rank, group_size
-from megatron.core.transformer.experimental_attention_variant.dsa import LossTracker
+from megatron.core.transformer.experimental_attention_variant.dsa import Layout, LossTracker
 from megatron.core.transformer.moe import update_expert_bias
 from megatron.training.compute_params import ComputeParams
 from megatron.training.config import OptimizerConfig
@@ -132,8 +133,7 @@ def _run_passes(engine: Engine, batches: Sequence[Batch], probe: MassProbe | Non
         for number, batch in enumerate(batches):
             lm_normalizer, indexer_normalizer = _normalizers(engine, batch, step_tokens, len(batches))
             losses = LossTracker(normalizer=indexer_normalizer)
-            with probe.watching(engine.model) if probe is not None and number == 0 else nullcontext():
-                loss = _token_losses(engine, batch, losses) / lm_normalizer
+            loss = _token_losses(engine, batch, losses, None if number else probe) / lm_normalizer
             loss.backward()
             engine.compute.accumulate()
             sums.lm_loss += loss.detach()
@@ -160,12 +160,22 @@ def _over_dp(value: float, engine: Engine) -> float:
     return total.item()
 
 
-def _token_losses(engine: Engine, batch: Batch, losses: LossTracker | None) -> Tensor:
-    """Sum of the losses of this rank's loss tokens of the batch."""
+def _token_losses(engine: Engine, batch: Batch, losses: LossTracker | None, probe: MassProbe | None) -> Tensor:
+    """Sum of the losses of this rank's loss tokens of the batch; ``probe`` measures the pass."""
     cp, tp = engine.groups.cp, engine.groups.tp
     here = shard_batch(batch, group_size(cp), group_rank(cp), group_size(tp)).to(engine.device)
-    per_token = engine.model(here.tokens, labels=here.labels, packed_seq_params=here.packed_seq_params, losses=losses)
+    packed = here.packed_seq_params
+    with nullcontext() if probe is None else probe.watching(engine.model, _whole_layout(batch, packed)):
+        per_token = engine.model(here.tokens, labels=here.labels, packed_seq_params=packed, losses=losses)
     return (per_token * here.loss_mask).sum()
+
+
+def _whole_layout(batch: Batch, packed: PackedSeqParams | None) -> Layout:
+    """Rows and keys of all ranks that ``batch`` was cut for; ``packed`` describes them where it is not plain."""
+    if packed is None:
+        return Layout.causal(*batch.tokens.shape)
+    assert packed.offsets is not None
+    return Layout.packed(packed.offsets, packed.padded_offsets)
 
 
 def _sum_figures(sums: _Sums, groups: ProcessGroupCollection) -> None:
@@ -206,8 +216,7 @@ def evaluate(
     tokens = 0.0
     with engine.compute.installed():
         for number, batch in enumerate(batches):
-            with probe.watching(engine.model) if probe is not None and number == 0 else nullcontext():
-                total += _token_losses(engine, batch, None)
+            total += _token_losses(engine, batch, None, None if number else probe)
             tokens += float(batch.loss_mask.sum())
     masses = probe.by_layer if probe is not None else {}
     if engine.groups.world is not None:

@@ -60,9 +60,7 @@ class Trainer:
         self.train_iters, self.batch_size, self.micro_batch_size = train_iters, batch_size, micro_batch_size
         self.dp_rank, self.dp_size = group_rank(prepared.engine.groups.dp), group_size(prepared.engine.groups.dp)
         self.log_dir = next((Path(p) for p in (config.logging.log_dir, config.checkpoint.save) if p), None)
-        rows_are_whole = group_size(prepared.engine.groups.tp) * group_size(prepared.engine.groups.cp) == 1
         self.topk = config.model.dsa_indexer_topk if config.model.experimental_attention_variant else None
-        self.measures_mass = self.topk is not None and rows_are_whole
         self.peak = peak_flops(self.engine.device)
         self.saved_step = -1
         self.record = config_record(config)
@@ -73,8 +71,6 @@ class Trainer:
         self.console = console or SilentConsole()
         for notice in (*config.notices, *prepared.notices):
             self.console.say(notice)
-        if self.topk is not None and not rows_are_whole:
-            self.console.say("The attention mass is not measured where ranks share out heads or rows.")
 
     def run(self) -> int:
         """Train, evaluate and report; returns the exit code."""
@@ -148,7 +144,7 @@ class Trainer:
         micro_batches = self._read(stream)
         interval = self.config.logging.dsa_log_mass_interval
         step = self.progress.step + 1
-        measured = self.measures_mass and interval > 0 and (step % interval == 0 or step in (1, self.train_iters))
+        measured = self.topk is not None and interval > 0 and (step % interval == 0 or step in (1, self.train_iters))
         probe = MassProbe(self.config.logging.dsa_log_mass_rows) if measured else None
         rate = learning_rate(self.config.optimizer, self.progress.step, self.train_iters)
         try:
@@ -196,7 +192,7 @@ class Trainer:
         dataset = self.datasets[1 if split == "valid" else 2]
         if dataset is None:
             return {}
-        probe = MassProbe(self.config.logging.dsa_log_mass_rows) if self.measures_mass else None
+        probe = MassProbe(self.config.logging.dsa_log_mass_rows) if self.topk is not None else None
         loss, masses = evaluate(self.engine, self._batches(dataset, 0), probe)
         return {f"{split}_lm_loss": loss, f"{split}_dsa_attention_mass": _mean(masses)}
 

@@ -8,7 +8,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.experimental_attention_variant.dsa import Layout, record_topk
 from megatron.training import dsa_health
-from megatron.training.dsa_health import MassProbe, attention_mass, sampled_rows
+from megatron.training.dsa_health import MassProbe, attention_mass, held_rows, sampled_rows
 from tests.unit_tests.training.models import build
 
 LAYOUTS = {
@@ -44,6 +44,17 @@ def test_rows_that_see_more_than_they_select_are_sampled_evenly(name: str, topk:
         assert max(b - a for a, b in zip(places, places[1:], strict=False)) <= math.ceil(len(candidates) / 3)
 
 
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+def test_ranks_share_out_the_rows_that_one_process_samples(cp_size: int) -> None:
+    offsets, padded = (0, 1, 14, 14, 30), (0, 8, 24, 32, 48)
+    rows = sampled_rows(Layout.packed(offsets, padded), 3, 7)
+    assert len(rows) == 7
+    layouts = [Layout.zigzag(offsets, cp_size, rank, padded) for rank in range(cp_size)]
+    held = [held_rows(rows, layout) for layout in layouts]
+    assert all(set(part) <= set(all_rows(layout, 3)) for part, layout in zip(held, layouts, strict=True))
+    assert sorted(row[1:] for part in held for row in part) == [row[1:] for row in rows]
+
+
 @pytest.mark.parametrize("at_once", [1, 40, 2**26])
 def test_the_mass_of_a_loop(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dsa_health, "_LOGITS_AT_ONCE", at_once)
@@ -59,7 +70,8 @@ def test_the_mass_of_a_loop(at_once: int, monkeypatch: pytest.MonkeyPatch) -> No
         for head in range(2):
             weights = [math.exp(scale * (q[row, head] @ kv[key]).item()) for key in range(start, stop)]
             expected.append(sum(weights[key - start] for key in chosen.tolist()) / sum(weights))
-    assert attention_mass(q, kv, scale, indices, rows).item() == pytest.approx(sum(expected) / len(expected), rel=1e-5)
+    assert attention_mass(q, kv, scale, indices, rows).item() == pytest.approx(sum(expected) / 2, rel=1e-5)
+    assert attention_mass(q, kv, scale, indices, []).item() == 0
 
 
 def test_selecting_the_whole_window_has_mass_one() -> None:
@@ -68,7 +80,7 @@ def test_selecting_the_whole_window_has_mass_one() -> None:
     for row, start, stop in rows:
         indices[row, : stop - start] = torch.arange(start, stop)
     q, kv = torch.randn(14, 3, 4), torch.randn(14, 4)
-    assert attention_mass(q, kv, 1.0, indices, rows).item() == pytest.approx(1.0)
+    assert attention_mass(q, kv, 1.0, indices, rows).item() == pytest.approx(len(rows))
 
 
 @pytest.mark.parametrize("packed", [False, True])
