@@ -2,6 +2,7 @@
 
 import math
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -169,9 +170,30 @@ def test_a_golden_file_notices_each_broken_weight_rule(rule: str) -> None:
     assert not torch.equal(bits(made.w_TI), bits(golden(number)["w"]))
 
 
-def test_negative_zero_ranks_as_zero() -> None:
-    scores = torch.tensor([[-0.0, 0.0, -0.0, 0.0]])
-    assert reference.select(scores, torch.ones(1, 4, dtype=torch.bool), 2).indices_TK.tolist() == [[0, 1]]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def sort_by_bits(x: Tensor, dim: int = -1, descending: bool = False, stable: bool = False) -> Any:
+    """As radix selectors sort: FP32 by its bits as ordered integers, in which -0.0 comes before 0.0."""
+    keys = x if x.dtype != torch.float32 else x.view(torch.int32) ^ ((x.view(torch.int32) >> 31) & 0x7FFFFFFF)
+    return torch.sort(keys, dim=dim, descending=descending, stable=stable)
+
+
+@pytest.mark.parametrize("by_bits", [False, True], ids=["torch's sort", "a sort by bits"])
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("columns", "k"), [(4, 2), (300, 64), (6000, 2048)])
+def test_negative_zero_ranks_as_zero(
+    columns: int, k: int, device: str, by_bits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However a sort orders the two zeros."""
+    if by_bits:
+        monkeypatch.setattr(Tensor, "sort", sort_by_bits)
+    scores = torch.zeros(3, columns, device=device)
+    scores[:, ::2] = -0.0
+    scores[1, -1] = 1.0
+    ids = reference.select(scores, torch.ones(3, columns, dtype=torch.bool, device=device), k).indices_TK.cpu()
+    lowest = torch.arange(k, dtype=torch.int32)
+    assert torch.equal(ids, torch.stack((lowest, torch.cat((lowest[:-1], torch.tensor([columns - 1]).int())), lowest)))
 
 
 @pytest.mark.parametrize("octave", [-14, 0, 37])
@@ -288,6 +310,19 @@ def test_each_operand_gets_its_format_and_plain_key_scales_see_bf16(
         (made.k_SD, quantize_e4m3(k, k_format)),
     ):
         assert torch.equal(bits(got.values), bits(expected.values)) and torch.equal(got.scale, expected.scale)
+
+
+def test_file_09_tells_fp32_operands_from_those_that_went_through_bf16() -> None:
+    """The bytes and the set of the round trip are the file's too, and are not those of FP32."""
+    file, indexer = golden("09"), operands("09")
+    rounded = IndexerInputs(indexer.q_TID.bfloat16(), indexer.k_SD.bfloat16(), indexer.w_TI)
+    made = quantize_operands(rounded)
+    assert torch.equal(made.k_SD.values.view(torch.uint8), file["k_fp8_if_bf16"])
+    assert 0.01 < float((file["k_fp8_if_bf16"] != file["k_fp8"]).float().mean()) < 0.1
+    for carried, name in ((rounded, "topk_ids_if_bf16"), (indexer, "topk_ids")):
+        topk = ReferenceBackend(fp8_config("09")).select(carried, layout("09"), file[name].shape[1])
+        assert torch.equal(topk.indices_TK, file[name])
+    assert not torch.equal(file["topk_ids_if_bf16"], file["topk_ids"])
 
 
 def test_a_kernel_can_take_the_quantizers_place() -> None:
