@@ -6,8 +6,7 @@ the kernels, which proves only that the tests run. Sizes on the GPU are such tha
 keys.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -29,35 +28,52 @@ from .manifest import MANIFEST
 __all__ = ["stage"]
 
 RERUNS = 4
-COPIES, COPY_BYTES = 24, 2**29
+COPIES, MOST_COPIES, COPY_BYTES = 24, 24 * 2**6, 2**29
 # A sum in another order differs by its rounding; anything larger is a race.
 LARGEST_SPREAD = 1e-2
 Tensors = tuple[Tensor, ...]
 RecordProperty = Callable[[str, object], None]
 
 
-@contextmanager
-def contention(device: torch.device) -> Iterator[None]:
-    """Another stream copies memory while the block enqueues its work."""
-    if device.type != "cuda":
-        yield
-        return
-    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
-    target, other = torch.empty_like(source), torch.cuda.Stream(device)
-    torch.cuda.synchronize(device)
-    with torch.cuda.stream(other):
-        for _ in range(COPIES):
-            target.copy_(source)
-    yield
-    torch.cuda.synchronize(device)
+class Copies:
+    """Copies of memory on another stream: as many as are asked for, and whether they are still going on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
+        self.target, self.stream = torch.empty_like(self.source), torch.cuda.Stream(device)
+
+    def start(self, copies: int) -> None:
+        torch.cuda.synchronize(self.source.device)
+        with torch.cuda.stream(self.stream):
+            for _ in range(copies):
+                self.target.copy_(self.source)
+
+    def outlast(self) -> bool:
+        """Whether copies are left to do when all of the work on the current stream is done."""
+        torch.cuda.current_stream(self.source.device).synchronize()
+        return not self.stream.query()
+
+
+def disturbed(function: Callable[[], Tensors], copies: Copies) -> Tensors:
+    """The results of a run beside which the copies never ceased; more of them until that is so."""
+    count = COPIES
+    while count <= MOST_COPIES:
+        copies.start(count)
+        results = tuple(x.detach().clone() for x in function())
+        if copies.outlast():
+            return results
+        count *= 2
+    raise AssertionError(f"{count // 2} copies ended before the work that they were to disturb")
 
 
 def reruns(function: Callable[[], Tensors], device: torch.device) -> list[Tensors]:
-    """The results of the first, undisturbed run and of the disturbed ones (on the emulator, one)."""
+    """The results of the first, undisturbed run and of the disturbed ones (on the emulator, one more)."""
     results = [tuple(x.detach().clone() for x in function())]
-    for _ in range(RERUNS if device.type == "cuda" else 1):
-        with contention(device):
-            results.append(tuple(x.detach().clone() for x in function()))
+    if device.type != "cuda":
+        return [*results, tuple(x.detach().clone() for x in function())]
+    copies = Copies(device)
+    results += [disturbed(function, copies) for _ in range(RERUNS)]
+    torch.cuda.synchronize(device)
     return results
 
 
@@ -229,3 +245,24 @@ def test_a_result_that_changes_is_noticed() -> None:
     runs = iter(torch.tensor([[1.0], [1.0 + 2**-23]]))
     with pytest.raises(AssertionError):
         assert_repeats(lambda: (next(runs),), torch.device("cpu"))
+
+
+class CopiesThatEnd(Copies):
+    """Copies that outlast the work only where there are enough of them."""
+
+    def __init__(self, enough: int) -> None:
+        self.enough, self.started = enough, []
+
+    def start(self, copies: int) -> None:
+        self.started.append(copies)
+
+    def outlast(self) -> bool:
+        return self.started[-1] >= self.enough
+
+
+def test_a_disturbance_that_ends_early_is_raised_or_refused() -> None:
+    copies = CopiesThatEnd(3 * COPIES)
+    assert disturbed(lambda: (torch.tensor(len(copies.started)),), copies)[0] == 3
+    assert copies.started == [COPIES, 2 * COPIES, 4 * COPIES]
+    with pytest.raises(AssertionError, match=f"{MOST_COPIES} copies ended before the work"):
+        disturbed(lambda: (torch.zeros(1),), CopiesThatEnd(MOST_COPIES + 1))
