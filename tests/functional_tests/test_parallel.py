@@ -1,8 +1,8 @@
 """Training over ranks against one process: logits, losses, selected keys, every gradient; checkpoints between sizes.
 
-One test spawns two Gloo processes, one four and one eight (not one for each case: every worker of a test run would spawn
-its own); they run everything, and what they return is compared here. All is FP32 and
-scored in FP32, so that only the order of sums differs: 1e-5 relative on gradients and losses, equal sets of keys.
+One test spawns two Gloo processes, one four and one eight (not one for each case: every worker of a test run would
+spawn its own); they run everything, and what they return is compared here. All is FP32 and scored in FP32, so that only
+the order of sums differs: 1e-5 relative on gradients and losses, equal sets of keys.
 
 Faults that other trainers had and these cases hold: an indexer objective that changes with micro-batch splits or with
 CP and uneven valid tokens, a teacher over one rank's heads, zigzag ids that differ from one process's, recompute that
