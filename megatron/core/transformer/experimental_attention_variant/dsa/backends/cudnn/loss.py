@@ -204,22 +204,38 @@ def _visible_lse(q_RHD: Tensor, kv_CD: Tensor, scale: float, causal_offset: int)
 
 
 def _dense_chunks(layout: Layout, ranks: int, cells: int) -> Iterator[tuple[int, int]]:
-    """Half-open row ranges of one shard. Alone, a rank follows its segments, which leaves out padding rows.
+    """Half-open row ranges of one shard, each with at most ``cells`` cells of its ranks' rows times the keys they see.
 
     A rank of nothing but padding has one chunk of no rows, which launches no kernel: the keys it gathered stay in the
     graph, since the other ranks wait for their gradients.
     """
     if ranks == 1:
-        if not layout.segments:
-            yield 0, 0
-        for segment in layout.segments:
-            for piece in split_rows(segment, cells):
-                yield piece.row_start, piece.row_stop
+        yield from _segment_chunks(layout, cells) if layout.segments else [(0, 0)]
         return
     local = layout.num_rows // ranks
     step = max(cells // max(ranks * layout.num_keys, 1), 1)
     for start in range(0, local, step):
         yield start, min(start + step, local)
+
+
+def _segment_chunks(layout: Layout, cells: int) -> Iterator[tuple[int, int]]:
+    """Chunks that follow the segments, which leaves out the padding at either end.
+
+    Short documents share one: each chunk costs a gradient of all rows, so their number must not grow with theirs.
+    """
+    group: list[Segment] = []
+    for segment in layout.segments:
+        joint = [*group, segment]
+        keys = max(s.key_stop for s in joint) - min(s.key_start for s in joint)
+        if group and (segment.row_stop - group[0].row_start) * keys > cells:
+            yield group[0].row_start, group[-1].row_stop
+            joint = [segment]
+        if segment.num_rows * (segment.key_stop - segment.key_start) > cells:
+            yield from ((piece.row_start, piece.row_stop) for piece in split_rows(segment, cells))
+            joint = []
+        group = joint
+    if group:
+        yield group[0].row_start, group[-1].row_stop
 
 
 def _key_range(shards: list[Layout]) -> tuple[int, int]:

@@ -39,7 +39,7 @@ BYTE_BUDGET = 2 * 2**30
 _FREE_CELLS = 2**20
 _ROW_MULTIPLE = 64
 _KEY_MULTIPLE = 8
-_CACHED_PLANS = 64
+_CACHED_PLANS = 256
 
 
 @dataclass(frozen=True, eq=False)
