@@ -4,7 +4,8 @@ Legend: T rows, S keys, H attention heads, D head width, V value width, K select
 
 Backward takes the forward's own output and lse, so nothing runs twice, and rows that select nothing stay where they are
 (both kernels handle them): q, the output and its gradient are handed over as they lie. Operands in another dtype than
-BF16 are rounded to it at this boundary; outputs and gradients come back in the operands' dtypes.
+BF16 are rounded to it at this boundary; outputs and gradients come back in the operands' dtypes. Forward and backward
+are one autograd function, so neither ever meets the log-sum-exp of another backend's kernels.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ the sources:
 
 FlashMLA comes in the builds of ``FLASH_BUILDS``, which differ as its releases do.
 
-``Emulator.calls`` counts launches, ``Emulator.compiled`` holds the keys by which the library caches compiled kernels.
+``Emulator.calls`` counts launches, ``Emulator.compiled`` holds the keys by which the library caches compiled kernels,
+and ``Emulator.handed`` the addresses of what the attention kernels got last.
 The same suite runs against the real kernels on a GPU, which is what proves this file.
 """
 
@@ -66,6 +67,7 @@ class Emulator:
         self.calls: Counter[str] = Counter()
         self.compiled: set[tuple[Any, ...]] = set()
         self.score_cells: list[tuple[int, int]] = []
+        self.handed: dict[str, dict[str, int]] = {}
 
     def _note(self, name: str, *key: Any) -> None:
         self.calls[name] += 1
@@ -184,6 +186,7 @@ class Emulator:
         require(indices.shape[:2] == (q.shape[0], 1) and attn_sink is None, "indices or sink")
         require(topk_length.dtype == INT32 and topk_length.shape == q.shape[:1], "topk_length")
         self._note("flash_mla", q.shape[1], q.shape[2])
+        self.handed["flash_mla"] = addresses(q=q, kv=kv)
         logits, chosen, keys = selected_logits(q, kv[:, 0], indices[:, 0], topk_length, sm_scale)
         lse = logits.logsumexp(-1)
         weights = (logits - lse.unsqueeze(-1)).exp().masked_fill(~chosen.unsqueeze(1), 0.0)
@@ -207,6 +210,7 @@ class Emulator:
         require(out.shape == dout.shape == (rows, heads, 512) and lse.shape == (rows, heads), "out, dout or lse")
         require(attn_sink.shape == (heads,) and topk_idxs.shape[0] == rows and topk_length.shape == (rows,), "shapes")
         self._note("sparse_backward", heads, width, topk_idxs.shape[1])
+        self.handed["sparse_backward"] = addresses(q=q, kv=kv, out=out, dout=dout, lse=lse)
         logits, chosen, keys = selected_logits(q, kv, topk_idxs, topk_length, softmax_scale)
         weights = (logits - lse.unsqueeze(-1)).exp().masked_fill(~chosen.unsqueeze(1), 0.0)
         dout, delta = dout.float(), (out.float() * dout.float()).sum(-1, keepdim=True)
@@ -306,6 +310,10 @@ class Emulator:
         require(q.shape[2] >= 64, f"heads must be at least 64, got {q.shape[2]}")
         require(w.shape == q.shape[:3] and d_index_k.shape == k.shape and q.shape[0] == 1, "shapes")
         require(grad_loss.dtype == FP32 and grad_loss.numel() == 1, "grad_loss must be one FP32 element")
+
+
+def addresses(**tensors: Tensor) -> dict[str, int]:
+    return {name: x.data_ptr() for name, x in tensors.items()}
 
 
 def index_scores(q: Tensor, k: Tensor, w: Tensor) -> Tensor:

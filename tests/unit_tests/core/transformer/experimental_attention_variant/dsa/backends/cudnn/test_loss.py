@@ -5,6 +5,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatron.core.transformer.experimental_attention_variant.dsa.backends.cudnn import CudnnBackend
+from megatron.core.transformer.experimental_attention_variant.dsa.backends.cudnn.scoring import BYTE_BUDGET
 from megatron.core.transformer.experimental_attention_variant.dsa.backends.protocol import (
     Attended,
     AttentionInputs,
@@ -12,7 +13,7 @@ from megatron.core.transformer.experimental_attention_variant.dsa.backends.proto
     TeacherChunk,
     TopK,
 )
-from megatron.core.transformer.experimental_attention_variant.dsa.layout import Layout
+from megatron.core.transformer.experimental_attention_variant.dsa.layout import Layout, row_bounds, visible_keys
 from megatron.core.transformer.experimental_attention_variant.dsa.reference import ReferenceBackend, kl_divergence
 
 from .. import cases
@@ -103,6 +104,69 @@ def test_chunks_add_up(loss: str, stage: Stage, monkeypatch: pytest.MonkeyPatch)
     assert float(parts.detach()) == pytest.approx(float(whole.detach()), rel=1e-5)
     for one, other in zip(grads[2:], part_grads[2:], strict=True):
         assert cases.relative_error(other, one) < INDEXER_GRAD_TOLERANCE
+
+
+def test_a_dense_chunk_holds_the_keys_of_its_own_rows_alone(stage: Stage) -> None:
+    layout = Layout.packed((0, 90, 300))
+    backend, inputs, topk = backend_and_inputs("dense", stage.device, layout)
+    attended = Attended(*(x.detach() for x in backend.attend(inputs.attention, topk, layout)))
+    starts, ends = (x.tolist() for x in row_bounds(layout, stage.device))
+    for budget, least in ((BYTE_BUDGET, 1), (24 * 20000, 4)):
+        chunks = list(CudnnBackend(backend.config, budget).teacher(inputs.attention, attended, topk, layout, True))
+        assert len(chunks) >= least
+        for chunk in chunks:
+            rows = slice(*chunk.rows)
+            assert chunk.keys == (min(starts[rows]), max(ends[rows]))
+            assert chunk.target_RN.shape == (rows.stop - rows.start, chunk.keys[1] - chunk.keys[0])
+
+
+@pytest.mark.parametrize("loss", ["sparse", "dense"])
+def test_nan_in_keys_that_no_row_reads(loss: str, stage: Stage) -> None:
+    """Indexer and latent keys: padding never counts; what no row selects counts in the dense loss alone."""
+    layout, k = Layout.packed((0, 30, 130), (0, 48, 160)), 4
+    backend, inputs, _ = backend_and_inputs(loss, stage.device, layout)
+    topk = backend.select(inputs.indexer, layout, k)
+    _, kl, grads = run(backend, inputs, topk, layout, loss)
+    visible = visible_keys(layout, stage.device)
+    padding = poisoned(inputs, visible)
+    assert torch.equal(backend.select(padding.indexer, layout, k).indices_TK, topk.indices_TK)
+    read = visible
+    if loss == "sparse":
+        read = torch.zeros_like(visible)
+        read[topk.indices_TK[topk.indices_TK >= 0].long()] = True
+        assert bool((visible & ~read).any())
+    _, dirty_kl, dirty = run(backend, poisoned(inputs, read), cases.garbage_past_length(topk), layout, loss)
+    assert float(dirty_kl.detach()) == pytest.approx(float(kl.detach()), rel=1e-6)
+    for one, other in zip(grads, dirty, strict=True):
+        assert cases.relative_error(other, one) < INDEXER_GRAD_TOLERANCE
+    assert not bool(dirty[1][~read].any() or dirty[3][~read].any())
+
+
+def poisoned(inputs: Inputs, read: torch.Tensor) -> Inputs:
+    """NaN in every key that ``read`` leaves out."""
+    kv, k = (x.detach().masked_fill(~read[:, None], torch.nan).requires_grad_() for x in
+             (inputs.attention.kv_SD, inputs.indexer.k_SD))  # fmt: skip
+    attention = AttentionInputs(inputs.attention.q_THD, kv, inputs.attention.scale)
+    return Inputs(attention, IndexerInputs(inputs.indexer.q_TID, k, inputs.indexer.w_TI), inputs.dout)
+
+
+@pytest.mark.parametrize("garbage", [7, 2**31 - 1])
+def test_ids_past_the_length_reach_neither_target_nor_gradients(garbage: int, stage: Stage) -> None:
+    """The teacher goes by lengths. The backward kernel takes none, so there an id must at least exist."""
+    backend, inputs, topk = backend_and_inputs("sparse", stage.device)
+    length = topk.length_T.clamp(max=9)
+    past = torch.arange(32, device=stage.device) >= length[:, None]
+    clean = topk._replace(indices_TK=topk.indices_TK.masked_fill(past, -1), length_T=length)
+    dirty = cases.garbage_past_length(clean)._replace(indices_TK=topk.indices_TK.masked_fill(past, garbage))
+    attended = Attended(*(x.detach() for x in backend.attend(inputs.attention, clean, LAYOUT)))
+    targets = [next(iter(backend.teacher(inputs.attention, attended, x, LAYOUT, False))) for x in (clean, dirty)]
+    assert torch.equal(targets[0].target_RN.masked_fill(past, 0.0), targets[1].target_RN.masked_fill(past, 0.0))
+    if garbage < LAYOUT.num_keys:
+        _, kl, grads = run(backend, inputs, clean, LAYOUT, "sparse")
+        _, dirty_kl, dirty_grads = run(backend, inputs, dirty, LAYOUT, "sparse")
+        assert float(dirty_kl.detach()) == pytest.approx(float(kl.detach()), rel=1e-6)
+        for one, other in zip(grads, dirty_grads, strict=True):
+            assert cases.relative_error(other, one) < INDEXER_GRAD_TOLERANCE
 
 
 @pytest.mark.parametrize("loss", ["sparse", "dense"])

@@ -10,7 +10,9 @@ from megatron.core.transformer.experimental_attention_variant.dsa.layout import 
 from .. import cases
 from ..cases import Case
 from ..conftest import Stage
-from ..test_backends import select_and_check
+from ..test_backends import check_case, select_and_check
+
+BF16 = torch.bfloat16
 
 
 @pytest.mark.parametrize("k", [1, 63, 64, 65, 257, 705, 1023, 2047, 2048])
@@ -48,7 +50,7 @@ def test_ties_go_to_the_lowest_ids_every_time(winners: list[int], stage: Stage) 
         rest = [i for i in range(row + 1) if i not in seen][: max(64 - len(seen), 0)]
         wanted = sorted(seen + rest)[:64]
         assert topk.indices_TK[row, : len(wanted)].tolist() == wanted
-    for _ in range(5):
+    for _ in range(5 if stage.emulator else 50):
         assert torch.equal(backend.select(tied(layout, winners, stage.device), layout, 64).indices_TK, topk.indices_TK)
 
 
@@ -61,6 +63,41 @@ def test_validity_is_the_length_and_never_the_score(stage: Stage) -> None:
     for row, n in enumerate(length.clamp(max=64).tolist()):
         valid = ids[row][ids[row] >= 0].tolist()
         assert len(set(valid)) == n and all(i < length[row] for i in valid)
+
+
+def test_thousands_of_ties_leave_no_slot_empty(stage: Stage) -> None:
+    """100 winners and 8,220 exact zeros; then nothing but zeros."""
+    layout = Layout.causal(1, 8320).slice_rows(8319, 8320)
+    backend = CudnnBackend(cases.make_config(topk=2048))
+    for winners in (list(range(17, 8317, 83)), []):
+        ids = backend.select(tied(layout, winners, stage.device), layout, 2048).indices_TK[0].tolist()
+        rest = [i for i in range(8320) if i not in set(winners)]
+        assert ids == sorted(winners + rest[: 2048 - len(winners)])
+
+
+@pytest.mark.parametrize("mask", [-torch.inf, -1e30, torch.finfo(torch.float32).min], ids=str)
+def test_scores_beyond_half_precision(mask: float, stage: Stage) -> None:
+    """Fewer candidates than k, all outside FP16's range, among masked ones; a row of masked ones; rows with +inf."""
+    rows, columns, k = 200, 705, 512
+    scores = torch.full((rows, columns), mask)
+    candidates = torch.arange(10) * 70 + 3
+    scores[:-1, candidates] = -1e5 - torch.arange(10.0)
+    scores[100:150, 600] = torch.inf
+    length = torch.full((rows,), columns, dtype=torch.int32)
+    length[50:60] = 7
+    ids, _ = frontend.top_k(scores.to(stage.device), length.to(stage.device), k, False)
+    for row, found in enumerate(ids.cpu()):
+        valid = found[found >= 0]
+        assert valid.numel() == valid.unique().numel() == min(k, int(length[row])) and int(valid.max()) < length[row]
+        best = [c for c in candidates.tolist() if c < length[row]] if row < rows - 1 else []
+        assert set(best + [600] * (100 <= row < 150)) <= set(valid.tolist())
+
+
+@pytest.mark.parametrize("length", [2047, 2048, 2049])
+def test_as_many_keys_as_k(length: int, stage: Stage) -> None:
+    """The last rows of a document about as long as k: every key, or all but one; attention is then dense."""
+    layout, case = Layout.causal(1, length).slice_rows(length - 2, length), Case("", "sparse", 16, 16, 2048, BF16)
+    check_case(CudnnBackend(case.config()), case, layout, stage)
 
 
 def test_scores_are_kept_only_for_the_sparse_loss(stage: Stage) -> None:
@@ -96,3 +133,5 @@ def test_long_rows_equal_torch_topk(rows: int, columns: int, kind: str) -> None:
     assert bool((ids[:, 1:] > ids[:, :-1]).all()) and torch.equal(scores.gather(1, ids.long()), values)
     for row in torch.linspace(0, rows - 1, min(rows, 64)).long().tolist():
         assert torch.equal(values[row].sort().values, scores[row].topk(2048).values.sort().values)
+    for _ in range(4):
+        assert torch.equal(frontend.top_k(scores, length, 2048, False)[0], ids)
