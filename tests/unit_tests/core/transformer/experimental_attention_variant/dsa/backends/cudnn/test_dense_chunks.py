@@ -15,7 +15,9 @@ from ..test_backends import INDEXER_GRAD_TOLERANCE, run
 BYTES_A_CELL_OF_A_CHUNK = 24
 
 
-def teach(layout: Layout, cells: int, stage: Stage) -> tuple[list[TeacherChunk], torch.Tensor, tuple[torch.Tensor, ...]]:
+def teach(
+    layout: Layout, cells: int, stage: Stage
+) -> tuple[list[TeacherChunk], torch.Tensor, tuple[torch.Tensor, ...]]:
     """The chunks, the loss and the indexer's gradients with so many cells to a chunk."""
     case = Case("packed", "dense", 16, 32, 32, torch.bfloat16)
     backend = CudnnBackend(case.config(), cells * BYTES_A_CELL_OF_A_CHUNK)
