@@ -241,22 +241,32 @@ def save_trained(case: Case, root: Path, steps: int) -> dict[str, Tensor]:
     engine = make_engine(case)
     for _ in range(steps):
         train_step(engine, micro_batches(case, engine), 1e-2)
-    return _save(engine, root, steps)
+    return save(engine, root, steps)
 
 
 def load_and_save(case: Case, source: Path, root: Path, step: int) -> dict[str, Tensor]:
     """Load what other sizes saved into a model of other weights, and save it again."""
     engine = make_engine(case, seed=1)
+    assert load(engine, source, step) == []
+    return save(engine, root, step)
+
+
+def load(engine: Engine, source: Path, step: int) -> list[str]:
+    """Load a checkpoint; returns the trained parameters whose optimizer state starts fresh."""
     checkpoint = Checkpoint(source / f"iter_{step:07d}", Progress(step, step * SAMPLES))
-    fresh = load_checkpoint(checkpoint, engine.model, engine.optimizer, CheckpointConfig(load=str(source)))
-    assert fresh == []
-    return _save(engine, root, step)
+    return load_checkpoint(checkpoint, engine.model, engine.optimizer, CheckpointConfig(load=str(source)))
 
 
-def _save(engine: Engine, root: Path, step: int) -> dict[str, Tensor]:
+def save(engine: Engine, root: Path, step: int, record: dict[str, Any] | None = None) -> dict[str, Tensor]:
+    """Save a checkpoint; ``record`` are the model's options. Returns whole tensors of what was saved."""
     options = CheckpointConfig(save=str(root))
-    what = engine.model, engine.optimizer, options, {"model": {}}, engine.groups
+    what = engine.model, engine.optimizer, options, {"model": record or {}}, engine.groups
     save_checkpoint(root, Progress(step, step * SAMPLES), *what)
+    return state_of(engine)
+
+
+def state_of(engine: Engine) -> dict[str, Tensor]:
+    """Whole tensors of the model and the optimizer."""
     state = {"model": engine.model.state_dict(), "optimizer": optimizer_state(engine.model, engine.optimizer)}
     return {name: whole(tensor) for name, tensor in flat_tensors(state)}
 
