@@ -150,11 +150,19 @@ class Inputs:
         return Inputs(AttentionInputs(q, kv, self.attention.scale), IndexerInputs(qi, ki, w), self.dout.double())
 
 
-def make_inputs(layout: Layout, case: Case, device: torch.device, seed: int = 0, logit_scale: float = 1.0) -> Inputs:
-    generator = torch.Generator().manual_seed(seed)
+def make_inputs(  # noqa: PLR0913
+    layout: Layout,
+    case: Case,
+    device: torch.device,
+    seed: int = 0,
+    logit_scale: float = 1.0,
+    draw_on: torch.device | None = None,
+) -> Inputs:
+    """Random leaves, drawn on the CPU so that both stages get the same, or where ``draw_on`` says, which is faster."""
+    generator = torch.Generator(draw_on or "cpu").manual_seed(seed)
 
     def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(dtype).to(device)
+        return torch.randn(*shape, generator=generator, device=generator.device).to(dtype).to(device)
 
     rows, keys = layout.num_rows, layout.num_keys
     q = normal(rows, case.heads, WIDTH) * logit_scale

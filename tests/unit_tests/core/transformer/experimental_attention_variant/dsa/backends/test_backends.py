@@ -158,23 +158,6 @@ def test_long_documents(case: Case) -> None:
         torch.cuda.empty_cache()
 
 
-@pytest.mark.gpu_long
-def test_dense_loss_memory_grows_with_the_length_and_not_its_square() -> None:
-    """Beyond operands and gradients (linear), a chunk's matrices: half of the byte budget, whatever the length."""
-    device, budget = torch.device("cuda"), 2**28
-    for length in (8192, 16384, 32768, 65536):
-        case, layout = Case("packed", "dense", 16, 16, 64, torch.bfloat16), Layout.causal(1, length)
-        backend, inputs = resolve("cudnn")(case.config(), budget), cases.make_inputs(layout, case, device)
-        topk = backend.select(inputs.indexer, layout, 64)
-        attended = backend.attend(inputs.attention, topk, layout)
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        kl = cases.kl_sum(backend, inputs, attended, topk, layout, True)
-        torch.autograd.grad(kl, inputs.leaves()[2:])
-        linear = 3 * sum(x.nbytes for x in inputs.leaves()) + length * 2**13
-        assert torch.cuda.max_memory_allocated() - before < budget + linear, length
-
-
 @pytest.mark.parametrize("loss", cases.LOSSES)
 @pytest.mark.parametrize("heads", [16, 64])
 def test_large_logits(loss: str, heads: int, stage: Stage) -> None:
