@@ -43,6 +43,11 @@ _FREE = {
     "sequence_parallel",
     "cp_comm_type",
 }
+# The first is set where nothing is. These workspaces are those that PyTorch accepts.
+_REPEATING_WORKSPACES = (":4096:8", ":16:8")
+# On equal topologies a ring and a tree add up in one order. NVLS and CollNet add up in switches, in no order that NCCL
+# promises, and NCCL may choose them for some sizes where it is free to.
+_REPEATING_ALGORITHMS = ("Ring", "Tree", "Ring,Tree", "Tree,Ring")
 
 
 @dataclass
@@ -63,6 +68,8 @@ def prepare(config: PretrainConfig, tokenizer: Tokenizer, device: torch.device) 
     Raises:
         ValueError: one sentence about what is wrong.
     """
+    if config.model.deterministic_mode:
+        make_deterministic(device, world_size())
     checkpoint = None if config.checkpoint.load is None else find_checkpoint(config.checkpoint)
     progress = _progress_from(checkpoint, config)
     datasets = build_datasets(config.data, _dataset_sizes(config, progress), tokenizer)
@@ -71,9 +78,6 @@ def prepare(config: PretrainConfig, tokenizer: Tokenizer, device: torch.device) 
     sizes = ParallelSizes.of(config.model, world_size())
     require_memory(config.model, device, sizes)
     torch.manual_seed(config.data.seed)
-    if config.model.deterministic_mode:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # PyTorch refuses to multiply on a GPU without it
-        torch.use_deterministic_algorithms(True)
     groups = build_process_groups(sizes, device.type)
     model, compute = build_model(config.model, groups, device)
     engine = Engine(
@@ -93,6 +97,28 @@ def prepare(config: PretrainConfig, tokenizer: Tokenizer, device: torch.device) 
         assert config.data.seq_length is not None
         notices.append(indexer_imbalance(config.data.seq_length, sizes))
     return Prepared(config, engine, datasets, progress, checkpoint, notices)
+
+
+def make_deterministic(device: torch.device, ranks: int) -> None:
+    """Have PyTorch repeat its sums, and the libraries that read the environment when they are first used.
+
+    Raises:
+        ValueError: a variable is set to what does not repeat.
+    """
+    if device.type == "cuda":
+        _require_variable("CUBLAS_WORKSPACE_CONFIG", _REPEATING_WORKSPACES, "cuBLAS multiplies")
+        if ranks > 1:
+            _require_variable("NCCL_ALGO", _REPEATING_ALGORITHMS, "NCCL adds up")
+    torch.use_deterministic_algorithms(True)
+
+
+def _require_variable(name: str, accepted: tuple[str, ...], what: str) -> None:
+    value = os.environ.setdefault(name, accepted[0])
+    if value.lower() not in {choice.lower() for choice in accepted}:
+        raise ValueError(
+            f"deterministic_mode=True needs {name} to be {' or '.join(accepted)}, but the environment has {value!r}, "
+            f"with which {what} in an order that may differ from run to run: unset {name}, or set one of these."
+        )
 
 
 def build_model(

@@ -1,57 +1,129 @@
-"""Two ranks that share a model compute the same losses and gradients twice, bit for bit."""
+"""Two ranks that share a model train twice to the same weights, optimizer state and figures, bit for bit.
+
+One spawn of two Gloo processes runs every kind of parallelism twice. What is compared is each rank's own shards.
+"""
+
+import os
+import tempfile
+from contextlib import nullcontext
+from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.models.gpt.gpt_builder import build_gpt_model
-from megatron.core.parallel_state import ParallelSizes, build_process_groups
+from megatron.training import pretrain_gpt
+from megatron.training.prepare import make_deterministic
+from tests.functional_tests.runs import INDEXER_LOSS, figures
 from tests.ranks import run_on_ranks
-from tests.unit_tests.core.tiny_model import gradients, tiny_config
 
+from .test_training_twice import train, unequal
+
+TENSOR = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 MODES = {
-    "tensor and expert": ParallelSizes(2, tensor=2, expert=2),
-    "expert": ParallelSizes(2, expert=2),
+    "data": [],
+    "context": ["--context-parallel-size", "2", "--cp-comm-type", "allgather"],
+    "tensor": TENSOR,
+    "expert": ["--expert-model-parallel-size", "2"],
+    "tensor and expert": [*TENSOR, "--expert-model-parallel-size", "2"],
 }
 
 
-def runs(names: list[str]) -> dict[str, list[dict[str, Tensor]]]:
-    """Each mode's gradients and losses of two runs from one state, on this rank."""
-    torch.use_deterministic_algorithms(True)
+def run(options: list[str]) -> tuple[dict[str, Tensor], list[dict[str, object]]]:
+    """This rank's weights and optimizer state after some steps, and the figures that the first one logged."""
+    with tempfile.TemporaryDirectory() as folder:
+        places: list[str] = [folder]
+        dist.broadcast_object_list(places, src=0)
+        tensors = train(Path(places[0]) / "run", "cpu", [*INDEXER_LOSS, *options])
+        dist.barrier()
+        logged = figures(Path(places[0]) / "run")
+        dist.barrier()  # a folder goes when all have read it
+    return tensors, logged
+
+
+def both_runs() -> dict[str, tuple[list[str], int, bool]]:
+    """For each mode: what differs between two runs, how many tensors were compared, and whether the figures agree."""
+    # As torchrun says it, except that the group is there already.
+    os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE=str(dist.get_world_size()), MASTER_ADDR="localhost")
     results = {}
-    for name in names:
-        sizes = MODES[name]
-        config = tiny_config(
-            tensor_model_parallel_size=sizes.tensor,
-            expert_model_parallel_size=sizes.expert,
-            sequence_parallel=sizes.tensor > 1,
-            vocab_size=64,
-        )
-        groups = build_process_groups(sizes, "cpu")
-        torch.manual_seed(7)
-        model = build_gpt_model(config, pg_collection=groups).train()
-        tokens = torch.randint(
-            64, (2, 12), generator=torch.Generator().manual_seed(groups.dp.rank() if groups.dp else 0)
-        )
-        results[name] = [_run(model, tokens) for _ in range(2)]
+    pretrain_gpt.process_group = lambda *_: nullcontext()
+    for name, options in [*MODES.items(), ("another seed", [])]:
+        first, first_figures = run(options)
+        second, second_figures = run(options if name in MODES else ["--seed", "4321"])
+        equal_figures = first_figures == second_figures and len(first_figures) >= 3
+        results[name] = unequal(first, second), len(first), equal_figures
     return results
 
 
-def _run(model: torch.nn.Module, tokens: Tensor) -> dict[str, Tensor]:
-    model.zero_grad(set_to_none=True)
-    losses = model(tokens, labels=tokens.roll(-1, 1))
-    losses.sum().backward()
-    return {"losses": losses.detach().clone(), **gradients(model)}
-
-
-@pytest.fixture(scope="module")
-def ranks() -> list[dict[str, list[dict[str, Tensor]]]]:
-    return run_on_ranks(2, runs, list(MODES))
+@cache
+def ranks() -> list[dict[str, tuple[list[str], int, bool]]]:
+    return run_on_ranks(2, both_runs)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_shared_models_repeat_their_gradients(mode: str, ranks: list[dict[str, list[dict[str, Tensor]]]]) -> None:
-    for rank in ranks:
-        first, second = rank[mode]
-        assert first.keys() == second.keys() and len(first) > 20
-        assert [name for name in first if not torch.equal(first[name], second[name])] == []
+def test_two_runs_over_two_ranks_are_equal(mode: str) -> None:
+    for results in ranks():
+        different, compared, equal_figures = results[mode]
+        assert different == [] and compared > 60 and equal_figures
+
+
+def test_another_seed_is_noticed() -> None:
+    assert all(len(results["another seed"][0]) > 10 for results in ranks())
+
+
+# ---- what the libraries read from the environment ----
+
+WORKSPACE, ALGORITHM = "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO"
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda on: None)
+    for name in (WORKSPACE, ALGORITHM):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    return monkeypatch
+
+
+def test_unset_variables_are_set(environment: pytest.MonkeyPatch) -> None:
+    make_deterministic(torch.device("cpu"), 2)
+    assert WORKSPACE not in os.environ and ALGORITHM not in os.environ
+    make_deterministic(CUDA, 1)
+    assert os.environ[WORKSPACE] == ":4096:8" and ALGORITHM not in os.environ
+    make_deterministic(CUDA, 2)
+    assert os.environ[ALGORITHM] == "Ring"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(WORKSPACE, ":16:8"), (WORKSPACE, ":4096:8"), (ALGORITHM, "ring"), (ALGORITHM, "Tree"), (ALGORITHM, "Ring,Tree")],
+)
+def test_variables_that_repeat_are_kept(name: str, value: str, environment: pytest.MonkeyPatch) -> None:
+    environment.setenv(name, value)
+    make_deterministic(CUDA, 2)
+    assert os.environ[name] == value
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        (WORKSPACE, ":0:0"),
+        (WORKSPACE, ":4096:2:16:8"),
+        (ALGORITHM, "NVLS"),
+        (ALGORITHM, "^NVLS"),
+        (ALGORITHM, "Ring,CollnetDirect"),
+        (ALGORITHM, ""),
+    ],
+)
+def test_other_variables_are_refused(name: str, value: str, environment: pytest.MonkeyPatch) -> None:
+    environment.setenv(name, value)
+    with pytest.raises(ValueError, match=f"deterministic_mode=True needs {name} to be .*, but the environment has"):
+        make_deterministic(CUDA, 2)
+
+
+def test_one_process_asks_nothing_of_nccl(environment: pytest.MonkeyPatch) -> None:
+    environment.setenv(ALGORITHM, "NVLS")
+    make_deterministic(CUDA, 1)

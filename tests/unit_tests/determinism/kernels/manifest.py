@@ -18,7 +18,7 @@ from .dispatches import Found, scan_tree
 
 REPLAY = "kernels/test_replay.py"
 TRAINING = "test_training_twice.py::test_two_runs_are_equal"
-RANKS = "test_ranks_twice.py::test_shared_models_repeat_their_gradients"
+RANKS = "test_ranks_twice.py::test_two_runs_over_two_ranks_are_equal"
 
 
 @dataclass(frozen=True)

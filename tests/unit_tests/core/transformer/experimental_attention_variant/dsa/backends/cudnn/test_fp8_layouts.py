@@ -72,7 +72,7 @@ def spread_out(indexer: IndexerInputs, real: tuple[int, ...], padded: tuple[int,
     places = places.to(indexer.k_SD.device)
     made = []
     for x in (indexer.q_TID, indexer.k_SD, indexer.w_TI):
-        made.append(torch.full((padded[-1], *x.shape[1:]), 7.0, dtype=x.dtype, device=x.device))
+        made.append(torch.full((padded[-1], *x.shape[1:]), 1e4, dtype=x.dtype, device=x.device))
         made[-1][places] = x.detach()
     return IndexerInputs(*made)
 
