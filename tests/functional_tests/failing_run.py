@@ -1,8 +1,12 @@
-"""``pretrain_gpt`` whose rank 1 fails in a given step: ``-m tests.functional_tests.failing_run HOW STEP FLAGS``."""
+"""``pretrain_gpt`` whose rank 1 fails in a given step: ``-m tests.functional_tests.failing_run HOW STEP FLAGS``.
+
+It says on stderr when it fails, in seconds since the epoch.
+"""
 
 import os
 import signal
 import sys
+import time
 from typing import Any
 
 from megatron.training import trainer
@@ -10,6 +14,7 @@ from megatron.training.pretrain_gpt import main
 
 
 def _fail(how: str) -> None:
+    print(f"failing at {time.time()}", file=sys.stderr, flush=True)
     if how == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "asked":
