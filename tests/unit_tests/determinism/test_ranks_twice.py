@@ -5,20 +5,21 @@ One spawn of two Gloo processes runs every kind of parallelism twice. What is co
 
 import os
 import tempfile
-from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.training import pretrain_gpt
 from megatron.training.prepare import make_deterministic
 from tests.functional_tests.runs import INDEXER_LOSS, figures
 from tests.ranks import run_on_ranks
 
+from .kernels.manifest import RUNTIME_OPERATORS, RUNTIME_OPERATORS_OF_RANKS
+from .kernels.operators import Operators, join_as_torchrun_does
 from .test_training_twice import train, unequal
 
 TENSOR = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
@@ -43,34 +44,47 @@ def run(options: list[str]) -> tuple[dict[str, Tensor], list[dict[str, object]]]
     return tensors, logged
 
 
-def both_runs() -> dict[str, tuple[list[str], int, bool]]:
-    """For each mode: what differs between two runs, how many tensors were compared, and whether the figures agree."""
-    # As torchrun says it, except that the group is there already.
-    os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE=str(dist.get_world_size()), MASTER_ADDR="localhost")
+class Twice(NamedTuple):
+    """Two runs of one rank: which of the tensors differ, whether the figures agree, and what operators ran."""
+
+    different: list[str]
+    compared: int
+    equal_figures: bool
+    operators: set[str]
+
+
+def both_runs() -> dict[str, Twice]:
+    """Each mode twice, and two seeds."""
+    join_as_torchrun_does()
     results = {}
-    pretrain_gpt.process_group = lambda *_: nullcontext()
     for name, options in [*MODES.items(), ("another seed", [])]:
-        first, first_figures = run(options)
+        with Operators() as operators:
+            first, first_figures = run(options)
         second, second_figures = run(options if name in MODES else ["--seed", "4321"])
         equal_figures = first_figures == second_figures and len(first_figures) >= 3
-        results[name] = unequal(first, second), len(first), equal_figures
+        results[name] = Twice(unequal(first, second), len(first), equal_figures, operators.accumulating)
     return results
 
 
 @cache
-def ranks() -> list[dict[str, tuple[list[str], int, bool]]]:
+def ranks() -> list[dict[str, Twice]]:
     return run_on_ranks(2, both_runs)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_two_runs_over_two_ranks_are_equal(mode: str) -> None:
     for results in ranks():
-        different, compared, equal_figures = results[mode]
-        assert different == [] and compared > 60 and equal_figures
+        assert results[mode].different == [] and results[mode].compared > 60 and results[mode].equal_figures
 
 
 def test_another_seed_is_noticed() -> None:
-    assert all(len(results["another seed"][0]) > 10 for results in ranks())
+    assert all(len(results["another seed"].different) > 10 for results in ranks())
+
+
+def test_the_accumulating_operators_over_ranks_are_known() -> None:
+    ran = set.union(*(twice.operators for results in ranks() for twice in results.values()))
+    assert ran - set(RUNTIME_OPERATORS) == set(RUNTIME_OPERATORS_OF_RANKS)
+    assert all("scatter_add" in results[mode].operators for results in ranks() for mode in ("tensor", "expert"))
 
 
 # ---- what the libraries read from the environment ----

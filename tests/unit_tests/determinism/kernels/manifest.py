@@ -2,7 +2,8 @@
 
 `python -m tests.unit_tests.determinism.kernels.manifest` compares this list with the source and names the tests to run
 for what changed. Run them on a GPU (`pytest -m gpu tests/unit_tests/determinism`), then `... --rehash` writes the new
-hashes into this file. A new dispatch is written in by hand, with its test.
+hashes into this file, and says once more which tests it takes to have passed. A new dispatch is written in by hand,
+with its test. A hash covers the code of one file; what a library does is pinned by `TESTED_VERSIONS`.
 
 ``exact``: bitwise equal on replay on SM 9.0, while another stream keeps the memory busy. What is not exact is listed
 with the largest relative difference (norm of the difference over norm) that its test measured on an H200, None where
@@ -19,6 +20,13 @@ from .dispatches import Found, scan_tree
 REPLAY = "kernels/test_replay.py"
 TRAINING = "test_training_twice.py::test_two_runs_are_equal"
 RANKS = "test_ranks_twice.py::test_two_runs_over_two_ranks_are_equal"
+# The libraries with which the replay tests last passed; a GPU test compares them with the installed ones.
+TESTED_VERSIONS = {
+    "torch": "2.11.0",
+    "nvidia-cudnn-frontend": "1.32.0",
+    "nvidia-cutlass-dsl": "4.8.1",
+    "sgl-flash-mla": "1.0.0",
+}
 
 
 @dataclass(frozen=True)
@@ -46,49 +54,54 @@ TRITON = "dsa/backends/cudnn"
 MANIFEST: dict[str, Dispatch] = {
     # ---- library kernels ----
     f"{FRONTEND}:score_segments": Dispatch(
-        ("indexer_forward_wrapper",), "c1df9bcb104b", f"{REPLAY}::test_selection_and_its_scores"
+        ("indexer_forward_wrapper",), "3e1e3dc2cc55", f"{REPLAY}::test_selection_and_its_scores"
     ),
-    f"{FRONTEND}:top_k": Dispatch(("indexer_top_k_wrapper",), "71d47a390712", f"{REPLAY}::test_top_k_among_ties"),
+    f"{FRONTEND}:top_k": Dispatch(("indexer_top_k_wrapper",), "99a73879bcc8", f"{REPLAY}::test_top_k_among_ties"),
     f"{FRONTEND}:flash_forward": Dispatch(
-        ("flash_mla.flash_mla_sparse_fwd",), "b32ea72cbf3d", f"{REPLAY}::test_attention_forward"
+        ("flash_mla.flash_mla_sparse_fwd",), "6a6eb99a0765", f"{REPLAY}::test_attention_forward"
     ),
     f"{FRONTEND}:sparse_backward": Dispatch(
-        ("sparse_attention_backward_wrapper",), "cdfffe9c7c8e", f"{REPLAY}::test_attention_backward_spread", exact=False
+        ("sparse_attention_backward_wrapper",), "7784e37800ab", f"{REPLAY}::test_attention_backward_spread", exact=False
     ),
     f"{FRONTEND}:sparse_target": Dispatch(
-        ("sparse_attn_score_recompute_wrapper",), "6ff8afc49258", f"{REPLAY}::test_teacher_and_loss"
+        ("sparse_attn_score_recompute_wrapper",), "df07bf34cbb2", f"{REPLAY}::test_teacher_and_loss"
     ),
     f"{FRONTEND}:dense_target": Dispatch(
-        ("dense_attn_score_recompute_wrapper",), "c63da284abe5", f"{REPLAY}::test_teacher_and_loss"
+        ("dense_attn_score_recompute_wrapper",), "9acfd17c4ba0", f"{REPLAY}::test_teacher_and_loss"
     ),
     f"{FRONTEND}:indexer_backward": Dispatch(
-        ("indexer_backward_wrapper",), "0a635f57234c", f"{REPLAY}::test_indexer_backward_spread", exact=False
+        ("indexer_backward_wrapper",), "e2d1cea94bb2", f"{REPLAY}::test_indexer_backward_spread", exact=False
     ),
     f"{FRONTEND}:dense_indexer_backward": Dispatch(
-        ("dense_indexer_backward_wrapper",), "88c02755828e", f"{REPLAY}::test_indexer_backward_spread", exact=False
+        ("dense_indexer_backward_wrapper",), "1040a269aa79", f"{REPLAY}::test_indexer_backward_spread", exact=False
     ),
     # ---- Triton kernels and their launches ----
     f"{TRITON}/quantize.py:quantize_e4m3": Dispatch(
-        ("_quantize_kernel[grid]",), "6961a0ce4daf", f"{REPLAY}::test_quantization"
+        ("_quantize_kernel[grid]",), "7edde8628c23", f"{REPLAY}::test_quantization"
     ),
     f"{TRITON}/quantize.py:_quantize_kernel": Dispatch(("triton.jit",), "452b3fe1d85f", f"{REPLAY}::test_quantization"),
     f"{TRITON}/triton_lse.py:visible_lse": Dispatch(
-        ("_lse_kernel[grid]",), "f82491d1b06e", f"{REPLAY}::test_teacher_and_loss"
+        ("_lse_kernel[grid]",), "3b81f5921b64", f"{REPLAY}::test_teacher_and_loss"
     ),
     f"{TRITON}/triton_lse.py:_lse_kernel": Dispatch(
-        ("triton.jit",), "03b0d60ec72d", f"{REPLAY}::test_teacher_and_loss"
+        ("triton.jit",), "f8717544742c", f"{REPLAY}::test_teacher_and_loss"
     ),
     f"{TRITON}/triton_rows.py:kl_rows": Dispatch(
-        ("_kl_kernel[grid]",), "bd23bc03fe68", f"{REPLAY}::test_teacher_and_loss"
+        ("_kl_kernel[grid]",), "2f78be823be2", f"{REPLAY}::test_teacher_and_loss"
     ),
     f"{TRITON}/triton_rows.py:_kl_kernel": Dispatch(
-        ("triton.jit",), "5c684783a3ff", f"{REPLAY}::test_teacher_and_loss"
+        ("triton.jit",), "b9a703be9322", f"{REPLAY}::test_teacher_and_loss"
     ),
     f"{TRITON}/triton_rows.py:backward_rows": Dispatch(
-        ("_backward_kernel[grid]",), "b00d8e6b79c9", f"{REPLAY}::test_indexer_backward_spread"
+        ("_backward_kernel[grid]",), "d2af56138b05", f"{REPLAY}::test_indexer_backward_spread"
     ),
     f"{TRITON}/triton_rows.py:_backward_kernel": Dispatch(
-        ("triton.jit",), "29d5def6492a", f"{REPLAY}::test_indexer_backward_spread"
+        ("triton.jit",), "5aa8f3f6d449", f"{REPLAY}::test_indexer_backward_spread"
+    ),
+    # ---- grouped and fused products of PyTorch ----
+    f"{MOE}/experts.py:grouped_linear": Dispatch(("grouped_mm",), "31cd1c380e21", f"{REPLAY}::test_grouped_products"),
+    "megatron/core/transformer/dense_latent_attention.py:DenseLatentAttention._attend": Dispatch(
+        ("scaled_dot_product_attention",), "a0827d1ea6d8", f"{REPLAY}::test_dense_attention"
     ),
     # ---- gathers and scatters ----
     f"{TRITON}/scoring.py:_take": Dispatch(
@@ -101,7 +114,7 @@ MANIFEST: dict[str, Dispatch] = {
     "dsa/reference.py:selected_mask": Dispatch(("scatter_",), "c64a6ac91358", TRAINING),
     "dsa/reference.py:_pick": Dispatch(("gather",), "58f232b58e1f", TRAINING),
     "megatron/core/tensor_parallel/layers.py:VocabParallelEmbedding.forward": Dispatch(
-        ("embedding",), "b0d17ba58555", TRAINING
+        ("embedding",), "03284df7854e", TRAINING
     ),
     "megatron/core/tensor_parallel/cross_entropy.py:_VocabParallelCrossEntropy.forward": Dispatch(
         ("gather",), "f33b65c71151", RANKS
@@ -109,16 +122,16 @@ MANIFEST: dict[str, Dispatch] = {
     "megatron/core/tensor_parallel/cross_entropy.py:_VocabParallelCrossEntropy.backward": Dispatch(
         ("scatter_add",), "d3cba3da5112", RANKS
     ),
-    f"{MOE}/experts.py:GroupedMLP.forward": Dispatch(("scatter_",), "0d2dc7f25bf8", TRAINING),
-    f"{MOE}/experts.py:GroupedMLP._visit_experts": Dispatch(("cumsum",), "f4df2c86b192", TRAINING),
-    f"{MOE}/exchange.py:plan_exchange": Dispatch(("cumsum", "scatter_"), "93914aa3f1f0", RANKS),
-    f"{MOE}/load_balancing.py:sequence_balance_loss": Dispatch(("index_add_", "scatter_"), "ab1ab26d7bd1", TRAINING),
-    f"{MOE}/load_balancing.py:_documents": Dispatch(("cumsum",), "02c2ba0d5164", TRAINING),
+    f"{MOE}/experts.py:GroupedMLP.forward": Dispatch(("scatter_",), "a39310a29597", TRAINING),
+    f"{MOE}/experts.py:GroupedMLP._visit_experts": Dispatch(("cumsum",), "8d9edc3044a3", TRAINING),
+    f"{MOE}/exchange.py:plan_exchange": Dispatch(("cumsum", "scatter_"), "8295efabd1e3", RANKS),
+    f"{MOE}/load_balancing.py:sequence_balance_loss": Dispatch(("index_add_", "scatter_"), "4fcb240330c7", TRAINING),
+    f"{MOE}/load_balancing.py:_documents": Dispatch(("cumsum",), "e32646324421", TRAINING),
     f"{MOE}/moe_layer.py:_on_valid_rows": Dispatch(("index_copy",), "0bd2311826bc", TRAINING),
-    f"{MOE}/router.py:TopKRouter.forward": Dispatch(("gather",), "0f777b273b95", TRAINING),
+    f"{MOE}/router.py:TopKRouter.forward": Dispatch(("gather",), "87285880d6f2", TRAINING),
     f"{MOE}/router.py:TopKRouter._choose": Dispatch(("scatter_",), "4f2fefc7388e", TRAINING),
     f"{MOE}/router.py:count_experts": Dispatch(("scatter_add_",), "3268eb3a56c7", TRAINING),
-    "megatron/training/dsa_health.py:attention_mass": Dispatch(("gather",), "3599999f1398", TRAINING),
+    "megatron/training/dsa_health.py:attention_mass": Dispatch(("gather",), "a8ce2b6d496a", TRAINING),
 }
 
 # Operators with an order of sums that a training step really runs, by PyTorch's names, and why a rerun repeats them.
@@ -133,6 +146,15 @@ RUNTIME_OPERATORS: dict[str, str] = {
     "scatter_": "each place is written once",
     "scatter_add": "sorts in deterministic mode",
     "scatter_add_": "of integers, exact in any order",
+}
+# What else runs on the cudnn backend, and over ranks.
+RUNTIME_OPERATORS_OF_KERNELS: dict[str, str] = {
+    "_grouped_mm": "a tile has one writer; replayed",
+    "index_select": "reads only",
+}
+RUNTIME_OPERATORS_OF_RANKS: dict[str, str] = {
+    "index_put_": "each place is written once",
+    "index_select": "reads only",
 }
 
 
@@ -165,9 +187,19 @@ def rehash(text: str, manifest: dict[str, Dispatch], found: dict[str, Found]) ->
     return head + mark + re.sub(r'"(?:[0-9a-f]{12}|\?)"', lambda _: f'"{next(hashes)}"', body) + end + tail
 
 
+def replays_of_changes(manifest: dict[str, Dispatch], found: dict[str, Found]) -> list[str]:
+    """The tests of entries whose hash is not the present one."""
+    changed = {e.replay for where, e in manifest.items() if where in found and found[where].source != e.source}
+    return sorted(f"tests/unit_tests/determinism/{test}" for test in changed)
+
+
 def main() -> int:
     found = scan_tree()
     if "--rehash" in sys.argv[1:]:
+        replays = replays_of_changes(MANIFEST, found)
+        if replays:
+            print("The new hashes say that these passed on a GPU with the present code; run them if they have not:")
+            print(f"  pytest -m gpu {' '.join(replays)}")
         path = Path(__file__)
         path.write_text(rehash(path.read_text(encoding="utf-8"), MANIFEST, found), encoding="utf-8")
         return 0

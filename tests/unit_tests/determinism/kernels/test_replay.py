@@ -6,17 +6,20 @@ the kernels, which proves only that the tests run. Sizes on the GPU are such tha
 keys.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
+from megatron.core.transformer.dense_latent_attention import DenseLatentAttention
 from megatron.core.transformer.experimental_attention_variant.dsa.backends import resolve
 from megatron.core.transformer.experimental_attention_variant.dsa.backends.cudnn import frontend
 from megatron.core.transformer.experimental_attention_variant.dsa.backends.protocol import Attended, Backend, TopK
-from megatron.core.transformer.experimental_attention_variant.dsa.layout import Layout
+from megatron.core.transformer.experimental_attention_variant.dsa.layout import Layout, Segment
 from megatron.core.transformer.experimental_attention_variant.dsa.quantization import quantize_e4m3
+from megatron.core.transformer.moe.experts import grouped_linear
 from tests.conftest import MEASURED
 from tests.unit_tests.core.transformer.experimental_attention_variant.dsa import test_rope_precision as indexer_stub
 from tests.unit_tests.core.transformer.experimental_attention_variant.dsa.backends import cases
@@ -197,6 +200,52 @@ def test_quantization(stage: Stage, scale_format: str) -> None:
 
         quantize = kernel.quantize_e4m3
     assert_repeats(lambda: tuple(quantize(x, scale_format)), stage.device)
+
+
+# ---- of PyTorch ----
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """As in deterministic mode, which is what these are replayed for."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+def with_gradients(function: Callable[..., Tensor], *operands: Tensor) -> Tensors:
+    leaves = [x.detach().requires_grad_() for x in operands]
+    out = function(*leaves)
+    return (out.detach(), *torch.autograd.grad(out.float().sin().sum(), leaves))
+
+
+def test_grouped_products(stage: Stage, deterministic: None) -> None:
+    """Experts with no rows, few and many."""
+    sizes = (0, 3, 20, 1) if stage.emulator else (0, 3, 2100, 1, 4096, 300, 0, 17)
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (
+        torch.randn(*shape, generator=generator).to(stage.device, torch.bfloat16)
+        for shape in ((sum(sizes), 256), (len(sizes), 384, 256))
+    )
+    ends = torch.tensor(sizes, device=stage.device).cumsum(0).int()
+    assert_repeats(lambda: with_gradients(lambda a, b: grouped_linear(a, b, ends), x, weight), stage.device)
+
+
+@pytest.mark.parametrize("offset", [0, 70])
+def test_dense_attention(stage: Stage, offset: int, deterministic: None) -> None:
+    """A whole document, and rows that see more keys than they are."""
+    rows, heads = (40, 2) if stage.emulator else (1500, 16)
+    generator = torch.Generator().manual_seed(0)
+    q, k = (
+        torch.randn(*shape, generator=generator).to(stage.device, torch.bfloat16)
+        for shape in ((rows, heads, cases.WIDTH), (rows + offset, cases.WIDTH))
+    )
+    layer = SimpleNamespace(config=SimpleNamespace(kv_lora_rank=cases.LATENT), softmax_scale=cases.WIDTH**-0.5)
+    segment = Segment(0, rows, 0, offset)
+    assert_repeats(
+        lambda: with_gradients(lambda a, b: DenseLatentAttention._attend(layer, a, b, segment), q, k), stage.device
+    )
 
 
 # ---- not exact: measured ----
