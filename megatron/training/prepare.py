@@ -17,7 +17,7 @@ from megatron.core.models.gpt.gpt_builder import build_gpt_model
 from megatron.core.models.hf import load_hf_weights, portability_notes
 from megatron.core.parallel_state import ParallelSizes, build_process_groups
 from megatron.core.process_groups import ProcessGroupCollection
-from megatron.core.transformer.experimental_attention_variant.dsa import Layout
+from megatron.core.transformer.experimental_attention_variant.dsa import DSAttention, Layout
 from megatron.core.transformer.experimental_attention_variant.dsa.context_parallel import pairs_by_rank
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.training.arguments import PretrainConfig
@@ -90,13 +90,22 @@ def prepare(config: PretrainConfig, tokenizer: Tokenizer, device: torch.device) 
         config.training.check_for_nan_in_loss_and_grad,
         groups,
     )
-    notices = _load(config, engine, checkpoint)
+    notices = [*_load(config, engine, checkpoint), *_setup_notices(config, model, datasets, sizes)]
+    return Prepared(config, engine, datasets, progress, checkpoint, notices)
+
+
+def _setup_notices(
+    config: PretrainConfig, model: torch.nn.Module, datasets: Datasets, sizes: ParallelSizes
+) -> list[str]:
+    notices = []
     if datasets[1] is None and config.validation.eval_iters > 0:
         notices.append("There is no validation set, so nothing is evaluated while training.")
-    if config.model.experimental_attention_variant == "dsa" and sizes.tensor > 1:
-        assert config.data.seq_length is not None
-        notices.append(indexer_imbalance(config.data.seq_length, sizes))
-    return Prepared(config, engine, datasets, progress, checkpoint, notices)
+    if config.model.experimental_attention_variant == "dsa":
+        notices.append(backend_in_effect(model))
+        if sizes.tensor > 1:
+            assert config.data.seq_length is not None
+            notices.append(indexer_imbalance(config.data.seq_length, sizes))
+    return notices
 
 
 def make_deterministic(device: torch.device, ranks: int) -> None:
@@ -133,6 +142,18 @@ def build_model(
     compute = shard_model(sharded, groups)
     materialize(sharded, device)
     return sharded, compute
+
+
+def backend_in_effect(model: torch.nn.Module) -> str:
+    """What the model's DSA layers were built to run on; nothing falls back to another backend later."""
+    layers = [module for module in model.modules() if isinstance(module, DSAttention)]
+    dsa, selecting = layers[0].dsa, sum(layer.indexer is not None for layer in layers)
+    backend = "reference" if dsa.kernel_backend == "none" else dsa.kernel_backend
+    loss = "off" if not dsa.loss_enabled else "sparse" if dsa.use_sparse_loss else "dense"
+    return (
+        f"DSA runs on the {backend} backend (scoring {dsa.scoring_precision}, loss {loss}): layers that select keys "
+        f"{selecting}, layers that reuse them {len(layers) - selecting}."
+    )
 
 
 def indexer_imbalance(seq_length: int, sizes: ParallelSizes) -> str:

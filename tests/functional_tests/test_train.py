@@ -77,7 +77,9 @@ def test_the_end_of_a_run_names_its_files(tmp_path: Path, capsys: pytest.Capture
         assert train("--train-iters", "2", "--save", tmp_path, "--tensorboard-dir", tmp_path / "events") == 0
     output = capsys.readouterr()
     assert output.out == ""
-    lines = output.err.splitlines()
+    backend, *lines = output.err.splitlines()
+    assert backend.startswith("DSA runs on the reference backend (scoring bf16, loss sparse)")
+    assert output.err.count("DSA runs on") == 1
     assert re.fullmatch(
         r"step 2/2: LM loss [\d.]+, indexer loss [\d.]+, mass [\d.]+, [\d.]+K? tokens/s, lr [\d.e-]+, grad norm [\d.]+",
         lines[1],
