@@ -28,7 +28,7 @@ class LossTracker:
 
     Attributes:
         kl_sums: detached FP32 KL sum of this rank's rows by layer number (1-based).
-        rows: valid rows behind each of them.
+        rows: this rank's valid rows behind each of them; divide by them where both are summed over ranks.
         balance_sums: detached FP32 sums of the experts' balance loss over rows, by layer number.
         expert_loads: int64 rows of this rank per expert, by layer number.
     """
