@@ -74,6 +74,9 @@ def quantize_operands(
 ) -> QuantizedInputs:
     """The operands in FP8.
 
+    Keys with plain scales are rounded to BF16 first, as the engines that use these scales do, in a pass of its own: the
+    one key head is a fraction of the queries' heads, so a flag in the kernel would save next to nothing.
+
     Args:
         indexer: operands in any dtype.
         scale_format: "ue8m0", "fp32" or "fp32_k", see the module docstring.
