@@ -20,6 +20,7 @@ from megatron.core.transformer.experimental_attention_variant.dsa.backends.proto
 from megatron.core.transformer.experimental_attention_variant.dsa.layout import Layout, Segment
 from megatron.core.transformer.experimental_attention_variant.dsa.quantization import quantize_e4m3
 from megatron.core.transformer.moe.experts import grouped_linear
+from megatron.training.prepare import make_deterministic
 from tests.conftest import MEASURED
 from tests.unit_tests.core.transformer.experimental_attention_variant.dsa import test_rope_precision as indexer_stub
 from tests.unit_tests.core.transformer.experimental_attention_variant.dsa.backends import cases
@@ -206,10 +207,10 @@ def test_quantization(stage: Stage, scale_format: str) -> None:
 
 
 @pytest.fixture
-def deterministic() -> Iterator[None]:
+def deterministic(stage: Stage) -> Iterator[None]:
     """As in deterministic mode, which is what these are replayed for."""
     before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
+    make_deterministic(stage.device, 1)
     yield
     torch.use_deterministic_algorithms(before)
 
