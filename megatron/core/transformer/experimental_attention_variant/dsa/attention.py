@@ -111,10 +111,9 @@ class DSAttention(nn.Module):
         # fmt: on
         """The scaled KL loss of this rank's own rows; the attention's operands are its constant teacher."""
         layout, dense = context.layout, not self.dsa.use_sparse_loss
-        own_layout, kl_sum = layout.slice_rows(*self.shards.own(layout)), operands.w_TI.new_zeros(())
-        for chunk in self.backend.teacher(attention.detach(), attended.detach(), topk, layout, dense):
-            target, at = self.shards.reduce_target(chunk), chunk.rows
-            part = operands.rows(*at), target, own.rows(*at), own_layout.slice_rows(*at), dense
-            kl_sum = kl_sum + self.backend.indexer_loss(*part)
+        own_layout = layout.slice_rows(*self.shards.own(layout))
+        chunks = self.backend.teacher(attention.detach(), attended.detach(), topk, layout, dense)
+        targets = (self.shards.reduce_target(chunk) for chunk in chunks)
+        kl_sum = self.backend.indexer_loss(operands, targets, own, own_layout, dense)
         context.losses.record(self.layer_number, kl_sum, own_layout.num_valid_rows)
         return kl_sum * (self.dsa.loss_coeff or 0.0) * context.losses.scale(layout.num_valid_rows)

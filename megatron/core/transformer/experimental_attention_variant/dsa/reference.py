@@ -14,7 +14,7 @@ KL(target || prediction) has its log-prediction floored at ``LOG_PREDICTION_FLOO
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -142,6 +142,17 @@ class ReferenceBackend:
                 yield TeacherChunk((start, stop), None, torch.cat(parts))
 
     def indexer_loss(
+        self, indexer: IndexerInputs, targets: Iterable[TeacherChunk], topk: TopK, layout: Layout, dense: bool
+    ) -> Tensor:
+        total = indexer.w_TI.new_zeros(())
+        for target in targets:
+            at = target.rows
+            total = total + self._chunk_loss(
+                indexer.rows(*at), target, topk.rows(*at), layout.slice_rows(*at), dense
+            )
+        return total
+
+    def _chunk_loss(
         self, indexer: IndexerInputs, target: TeacherChunk, topk: TopK, layout: Layout, dense: bool
     ) -> Tensor:
         keys = layout.key_range if target.keys is None else target.keys

@@ -16,7 +16,7 @@ backend's one scoring function, whatever dtype carried them there; w is FP32 and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -169,11 +169,12 @@ class Backend(Protocol):
         ...
 
     def indexer_loss(
-        self, indexer: IndexerInputs, target: TeacherChunk, topk: TopK, layout: Layout, dense: bool
+        self, indexer: IndexerInputs, targets: Iterable[TeacherChunk], topk: TopK, layout: Layout, dense: bool
     ) -> Tensor:
-        """FP32 scalar: KL(target || prediction) summed over the given rows, differentiable in ``indexer``.
+        """FP32 scalar: KL(target || prediction) summed over the targets' rows, differentiable in ``indexer``.
 
-        ``indexer``, ``topk`` and ``layout`` are those of ``target.rows`` alone, and ``target`` is summed over all
-        heads.
+        ``indexer``, ``topk`` and ``layout`` are those of one rank's own rows, which the targets' ``rows`` count, and
+        the targets are summed over all heads. They come one at a time and are read once, since a dense one is as wide
+        as the keys. The loss reaches ``indexer`` also where no row is valid: other ranks await its gradients.
         """
         ...

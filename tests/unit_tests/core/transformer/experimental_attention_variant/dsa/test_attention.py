@@ -191,12 +191,12 @@ class Spy(reference.ReferenceBackend):
         self.calls.append("teacher")
         # Constants for any backend, also for one whose teacher would not stop gradients itself.
         assert not any(t.requires_grad for t in (attention.q_THD, attention.kv_SD, *attended))
-        yield from super().teacher(attention, attended, *args)
+        return super().teacher(attention, attended, *args)
 
-    def indexer_loss(self, indexer: Any, target: Any, topk: Any, layout: Any, dense: bool) -> Any:
+    def indexer_loss(self, indexer: Any, targets: Any, topk: Any, layout: Any, dense: bool) -> Any:
         self.calls.append("indexer_loss")
         self.taught_with_scores = topk.scores_TK is not None
-        return super().indexer_loss(indexer, target, topk, layout, dense)
+        return super().indexer_loss(indexer, targets, topk, layout, dense)
 
 
 def spied(**options: Any) -> tuple[DSAttention, Spy]:

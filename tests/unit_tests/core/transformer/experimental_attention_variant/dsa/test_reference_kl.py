@@ -66,8 +66,7 @@ def loss_of(config: DSAConfig, indexer: IndexerInputs, attention: AttentionInput
 def rows_loss(
     backend: ReferenceBackend, indexer: IndexerInputs, chunk: TeacherChunk, topk: TopK, layout: Layout, dense: bool
 ) -> Tensor:
-    rows = chunk.rows
-    return backend.indexer_loss(indexer.rows(*rows), chunk, topk.rows(*rows), layout.slice_rows(*rows), dense)
+    return backend.indexer_loss(indexer, [chunk], topk, layout, dense)
 
 
 @pytest.mark.usefixtures("chunked")
@@ -204,9 +203,9 @@ def test_tensor_parallel_ranks_together_equal_one(name: str, ranks: int, dense: 
             start, stop = chunks[rank].rows
             assert part_RN.shape[0] == stop - start
             target = TeacherChunk((start, stop), chunks[rank].keys, part_RN)
-            mine = (rank * rows + start, rank * rows + stop)
+            mine = (rank * rows, (rank + 1) * rows)
             kl_sum = kl_sum + backends[rank].indexer_loss(
-                operands.rows(*mine), target, topk.rows(*mine), layout.slice_rows(*mine), dense
+                operands.rows(*mine), [target], topk.rows(*mine), layout.slice_rows(*mine), dense
             )
     kl_sum.backward()
     gradients = tuple(t.grad for t in leaves)

@@ -162,12 +162,10 @@ def forward_and_loss(parts: list[Placed], count: int, dense: bool) -> dict[str, 
         topk = backend.select(indexer, part.layout, K)
         attended = backend.attend(attention, topk, part.layout)
         loss = attended.out_THV.sin().sum()
-        for chunk in backend.teacher(attention, attended, topk, part.layout, dense):
-            start, stop = chunk.rows
-            piece = indexer.rows(start, stop), chunk, topk.rows(start, stop), part.layout.slice_rows(start, stop)
-            kl_sum = kl_sum + backend.indexer_loss(*piece, dense).detach()
-            loss = loss + backend.indexer_loss(*piece, dense)
-        loss.backward()
+        targets = backend.teacher(attention, attended, topk, part.layout, dense)
+        indexer_loss = backend.indexer_loss(indexer, targets, topk, part.layout, dense)
+        kl_sum = kl_sum + indexer_loss.detach()
+        (loss + indexer_loss).backward()
         dq, dk, dw, dq_attention, dkv = (leaf.grad for leaf in leaves)
         results.append((part, attended.out_THV.detach(), attended.lse_TH, dq, dw, dq_attention))
         for name, gradient in (("dk", dk), ("dkv", dkv)):

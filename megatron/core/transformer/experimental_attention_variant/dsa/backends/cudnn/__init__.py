@@ -6,7 +6,7 @@ module is built, whether they can be. From then on every layout and loss mode ru
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -55,10 +55,11 @@ class CudnnBackend:
             yield loss.sparse_teacher(attention, attended, topk, layout.num_rows // ranks)
 
     def indexer_loss(
-        self, indexer: IndexerInputs, target: TeacherChunk, topk: TopK, layout: Layout, dense: bool
+        self, indexer: IndexerInputs, targets: Iterable[TeacherChunk], topk: TopK, layout: Layout, dense: bool
     ) -> Tensor:
         if dense:
-            return loss.dense_loss(indexer, target, layout)
+            return loss.dense_loss(indexer, targets, layout)
+        (target,) = targets
         return loss.sparse_loss(indexer, target, topk, self._selected_scores(indexer, topk, layout))
 
     @torch.no_grad()

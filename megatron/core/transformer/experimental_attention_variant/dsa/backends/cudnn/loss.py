@@ -7,8 +7,8 @@ Sparse: the teacher is recomputed from the forward's lse, in one chunk; the loss
 selection kept; gradients are computed in backward from saved operands, so activation recompute runs the costly kernel
 once. Where no scores were kept (replay), the given ids are scored first.
 
-Dense: the matrices are S x S, so a chunk's gradients are computed where its matrices exist, in forward, and only
-scaled in backward. Chunks stay within half of the byte budget. Every segment is a call of its own with its
+Dense: the matrices are S x S, so a chunk's gradients are computed where its matrices exist, in forward, into one buffer
+for all chunks, and only scaled in backward. Chunks stay within half of the byte budget. Every segment is a call of its own with its
 causal offset, over the keys that its last row sees, so keys of padding and of other documents are never read. Scores
 go by row lengths everywhere, so what the scoring kernel leaks past a row's end reaches nothing.
 
@@ -18,7 +18,7 @@ gradients are FP32. The log-prediction is floored at -100, as the kernels do (an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -62,9 +62,9 @@ def sparse_loss(indexer: IndexerInputs, target: TeacherChunk, topk: TopK, scores
     return loss
 
 
-def dense_loss(indexer: IndexerInputs, target: TeacherChunk, layout: Layout) -> Tensor:
-    """KL sum over all visible keys of the chunk's rows. The kernels may overwrite the chunk's target."""
-    frozen = _Visible(target, layout, torch.is_grad_enabled())
+def dense_loss(indexer: IndexerInputs, targets: Iterable[TeacherChunk], layout: Layout) -> Tensor:
+    """KL sum over all visible keys of the targets' rows. The kernels may overwrite the targets."""
+    frozen = _Visible(targets, layout, torch.is_grad_enabled())
     loss: Tensor = _DenseLoss.apply(indexer.q_TID, indexer.k_SD, indexer.w_TI, frozen)  # type: ignore[no-untyped-call]
     return loss
 
@@ -77,7 +77,7 @@ class _Selected(NamedTuple):
 
 
 class _Visible(NamedTuple):
-    target: TeacherChunk
+    targets: Iterable[TeacherChunk]
     layout: Layout
     with_grads: bool
 
@@ -119,40 +119,49 @@ class _SparseLoss(torch.autograd.Function):
 class _DenseLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q_TID: Tensor, k_SD: Tensor, w_TI: Tensor, frozen: _Visible) -> Tensor:
-        target, layout, with_grads = frozen
-        assert target.keys is not None
         operands = to_operands(IndexerInputs(q_TID, k_SD, w_TI))
-        grads = _zero_grads(operands, target.keys) if with_grads and any(ctx.needs_input_grad) else None
+        grads = _zero_grads(operands) if frozen.with_grads and any(ctx.needs_input_grad) else None
         loss = torch.zeros((), dtype=torch.float32, device=q_TID.device)
-        for segment, call in zip(layout.segments, segment_calls(layout, q_TID.device), strict=True):
-            rows = slice(segment.row_start, segment.row_stop)
-            keys = slice(segment.key_start - target.keys[0], segment.key_stop - target.keys[0])
-            matrices = frontend.aligned(target.target_RN[rows, keys]), score(operands, call)
-            part = grads and frontend.IndexerGrads(grads.dq_RID[rows], grads.dw_RI[rows], grads.dk_SD[keys])
-            loss += _dense_segment(operands, segment, matrices, part)
+        for target in frozen.targets:
+            rows = slice(*target.rows)
+            part = grads and frontend.IndexerGrads(grads.dq_RID[rows], grads.dw_RI[rows], grads.dk_SD)
+            loss += _dense_chunk(operands.rows(*target.rows), target, frozen.layout.slice_rows(*target.rows), part)
         if grads is not None:
             ctx.save_for_backward(*grads)
-        ctx.keys = target.keys[0], k_SD.shape[0]
         ctx.dtypes = q_TID.dtype, k_SD.dtype, w_TI.dtype
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dq_TID, dw_TI, dk_CD = ctx.saved_tensors
-        first, keys = ctx.keys
-        dk_SD = torch.zeros((keys, dk_CD.shape[1]), dtype=torch.float32, device=dk_CD.device)
-        torch.mul(dk_CD, grads[0], out=dk_SD[first : first + dk_CD.shape[0]])
+        dq_TID, dw_TI, dk_SD = ctx.saved_tensors
         q_dtype, k_dtype, w_dtype = ctx.dtypes
-        return (dq_TID * grads[0]).to(q_dtype), dk_SD.to(k_dtype), (dw_TI * grads[0]).to(w_dtype), None
+        scaled = (dq_TID * grads[0]).to(q_dtype), (dk_SD * grads[0]).to(k_dtype), (dw_TI * grads[0]).to(w_dtype)
+        return *scaled, None
 
 
-def _zero_grads(operands: IndexerInputs, keys: tuple[int, int]) -> frontend.IndexerGrads:
-    dk_shape = (keys[1] - keys[0], operands.k_SD.shape[1])
+def _zero_grads(operands: IndexerInputs) -> frontend.IndexerGrads:
     return frontend.IndexerGrads(
         torch.zeros_like(operands.q_TID),
         torch.zeros_like(operands.w_TI),
-        torch.zeros(dk_shape, dtype=torch.float32, device=operands.k_SD.device),
+        torch.zeros(operands.k_SD.shape, dtype=torch.float32, device=operands.k_SD.device),
     )
+
+
+def _dense_chunk(
+    operands: IndexerInputs, target: TeacherChunk, layout: Layout, grads: frontend.IndexerGrads | None
+) -> Tensor:
+    """KL sum of a chunk's rows, which ``operands``, ``layout`` and ``grads`` count; adds to the gradients of all keys."""
+    assert target.keys is not None
+    loss = torch.zeros((), dtype=torch.float32, device=target.target_RN.device)
+    for segment, call in zip(layout.segments, segment_calls(layout, loss.device), strict=True):
+        rows, first = slice(segment.row_start, segment.row_stop), target.keys[0]
+        columns = slice(segment.key_start - first, segment.key_stop - first)
+        matrices = frontend.aligned(target.target_RN[rows, columns]), score(operands, call)
+        part = grads and frontend.IndexerGrads(
+            grads.dq_RID[rows], grads.dw_RI[rows], grads.dk_SD[segment.key_start : segment.key_stop]
+        )
+        loss += _dense_segment(operands, segment, matrices, part)
+    return loss
 
 
 def _dense_segment(
@@ -206,11 +215,10 @@ def _visible_lse(q_RHD: Tensor, kv_CD: Tensor, scale: float, causal_offset: int)
 def _dense_chunks(layout: Layout, ranks: int, cells: int) -> Iterator[tuple[int, int]]:
     """Half-open row ranges of one shard, each with at most ``cells`` cells of its ranks' rows times the keys they see.
 
-    A rank of nothing but padding has one chunk of no rows, which launches no kernel: the keys it gathered stay in the
-    graph, since the other ranks wait for their gradients.
+    A rank of nothing but padding has none.
     """
     if ranks == 1:
-        yield from _segment_chunks(layout, cells) if layout.segments else [(0, 0)]
+        yield from _segment_chunks(layout, cells)
         return
     local = layout.num_rows // ranks
     step = max(cells // max(ranks * layout.num_keys, 1), 1)
@@ -221,7 +229,7 @@ def _dense_chunks(layout: Layout, ranks: int, cells: int) -> Iterator[tuple[int,
 def _segment_chunks(layout: Layout, cells: int) -> Iterator[tuple[int, int]]:
     """Chunks that follow the segments, which leaves out the padding at either end.
 
-    Short documents share one: each chunk costs a gradient of all rows, so their number must not grow with theirs.
+    Short documents share one.
     """
     group: list[Segment] = []
     for segment in layout.segments:

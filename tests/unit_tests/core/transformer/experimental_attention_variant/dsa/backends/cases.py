@@ -178,14 +178,10 @@ def make_inputs(  # noqa: PLR0913
 
 def kl_sum(backend: Any, inputs: Inputs, attended: Attended, topk: TopK, layout: Layout, dense: bool) -> Tensor:
     """What ``attention.py`` does between the last two verbs, for one tensor-parallel rank."""
-    total = torch.zeros((), dtype=torch.float64, device=inputs.dout.device)
     detached = AttentionInputs(inputs.attention.q_THD.detach(), inputs.attention.kv_SD.detach(), inputs.attention.scale)
-    for chunk in backend.teacher(detached, attended, topk, layout, dense):
-        start, stop = chunk.rows
-        total = total + backend.indexer_loss(
-            inputs.indexer.rows(start, stop), chunk, topk.rows(start, stop), layout.slice_rows(start, stop), dense
-        )
-    return total
+    targets = backend.teacher(detached, attended, topk, layout, dense)
+    kl: Tensor = backend.indexer_loss(inputs.indexer, targets, topk, layout, dense)
+    return kl
 
 
 def relative_error(got: Tensor, wanted: Tensor) -> float:

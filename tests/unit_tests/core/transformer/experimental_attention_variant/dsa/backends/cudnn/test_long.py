@@ -126,7 +126,7 @@ def test_a_million_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     dq, dkv = frontend.sparse_backward(operands, ids, topk.length_T, attention.scale)
     target = frontend.sparse_target(attention.q_THD, attention.kv_SD, lse, ids, topk.length_T, attention.scale)
     chunk = TeacherChunk((0, ROWS), None, target[:, :LENGTH])
-    kl = backend.indexer_loss(indexer, chunk, topk, layout, False)
+    kl = backend.indexer_loss(indexer, [chunk], topk, layout, False)
     grads = torch.autograd.grad(0.37 * kl, [indexer.q_TID, indexer.k_SD, indexer.w_TI])
     for start in (0, ROWS // 2 // LENGTH * LENGTH, ROWS - LENGTH):
         rows = slice(start, start + LENGTH)

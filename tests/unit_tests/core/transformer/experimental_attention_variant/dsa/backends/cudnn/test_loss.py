@@ -195,10 +195,10 @@ def test_tensor_parallel_teachers(loss: str, ranks: int, stage: Stage) -> None:
         assert all(part.rows == (start, stop) and part.keys == keys for part in parts)
         summed = torch.stack([part.target_RN for part in parts]).sum(0).view(ranks, stop - start, -1)
         for rank in range(ranks):
-            first, last = rank * rows + start, rank * rows + stop
-            chunk = TeacherChunk((start, stop), keys, summed[rank].contiguous())
+            own = rank * rows, (rank + 1) * rows
+            target = TeacherChunk((start, stop), keys, summed[rank].contiguous())
             total = total + backend.indexer_loss(
-                inputs.indexer.rows(first, last), chunk, topk.rows(first, last), layout.slice_rows(first, last), dense
+                inputs.indexer.rows(*own), [target], topk.rows(*own), layout.slice_rows(*own), dense
             )
     whole = cases.kl_sum(backend, inputs, attended, topk, layout, dense)
     assert float(total.detach()) == pytest.approx(float(whole.detach()), rel=KL_TOLERANCE)
@@ -229,7 +229,7 @@ def test_the_log_prediction_is_floored_as_in_the_reference(gap: float, dense: bo
     backend = CudnnBackend(cases.make_config(topk=32, loss_coeff=0.1, use_sparse_loss=not dense))
     columns = target if dense else torch.nn.functional.pad(target, (0, 29))
     chunk = TeacherChunk((0, 1), (0, 3) if dense else None, columns.clone())
-    kl = backend.indexer_loss(operands, chunk, topk, layout, dense)
+    kl = backend.indexer_loss(operands, [chunk], topk, layout, dense)
     scores = operands.k_SD.detach()[:, 0].double()[None].requires_grad_()
     wanted = kl_divergence(target.double(), scores, torch.ones(1, 3, dtype=torch.bool, device=stage.device))
     assert float(kl.detach()) == pytest.approx(float(wanted.detach()), rel=1e-5)
@@ -245,7 +245,8 @@ def test_a_teacher_without_mass_teaches_nothing(dense: bool, stage: Stage) -> No
     operands, topk, layout = small_problem(torch.tensor([1.0, 2.0, 3.0]), stage.device)
     target = torch.zeros(1, 3 if dense else 32, device=stage.device)
     backend = CudnnBackend(cases.make_config(topk=32, loss_coeff=0.1, use_sparse_loss=not dense))
-    kl = backend.indexer_loss(operands, TeacherChunk((0, 1), (0, 3) if dense else None, target), topk, layout, dense)
+    chunk = TeacherChunk((0, 1), (0, 3) if dense else None, target)
+    kl = backend.indexer_loss(operands, [chunk], topk, layout, dense)
     (dk,) = torch.autograd.grad(kl, [operands.k_SD])
     assert float(kl.detach()) == 0.0 and float(dk.abs().max()) < 1e-30
 
