@@ -138,7 +138,7 @@ class Emulator:
         bucket = 1 << (columns - 1).bit_length()
         self._note("indexer_top_k", values.dtype, bucket, top_k, return_val, rows > 148)
         inside = torch.arange(columns) < lengths[:, None]
-        keys = torch.where(inside, values, -torch.inf)
+        keys = ordered_bits(torch.where(inside, values, -torch.inf).float())
         # Rows of -inf still give `length` ids: rank what is inside a row before what is not.
         ranked = keys.sort(dim=-1, descending=True, stable=True).indices
         inside_ranked = inside.gather(1, ranked)
@@ -314,6 +314,12 @@ class Emulator:
 
 def addresses(**tensors: Tensor) -> dict[str, int]:
     return {name: x.data_ptr() for name, x in tensors.items()}
+
+
+def ordered_bits(values: Tensor) -> Tensor:
+    """Integers in the order of FP32 numbers as radix selection sees them: -0.0 below 0.0."""
+    bits = values.view(INT32)
+    return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 def index_scores(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
