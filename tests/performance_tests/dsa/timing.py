@@ -13,9 +13,11 @@ SLOW_MS, SLOW_REPEATS = 1000.0, 2
 
 def milliseconds(function: Callable[[], object], repeats: int = 5, warmups: int = 2) -> float:
     """Median device time of ``function``; its results are dropped before the next run. Slow ones run fewer times."""
-    for _ in range(warmups):
-        last = _once(function)
-    return median(_once(function) for _ in range(repeats if last < SLOW_MS else SLOW_REPEATS))
+    if _once(function) > SLOW_MS:
+        return median(_once(function) for _ in range(SLOW_REPEATS))
+    for _ in range(warmups - 1):
+        function()
+    return median(_once(function) for _ in range(repeats))
 
 
 def _once(function: Callable[[], object]) -> float:

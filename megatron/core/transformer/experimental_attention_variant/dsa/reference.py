@@ -147,9 +147,7 @@ class ReferenceBackend:
         total = indexer.w_TI.new_zeros(())
         for target in targets:
             at = target.rows
-            total = total + self._chunk_loss(
-                indexer.rows(*at), target, topk.rows(*at), layout.slice_rows(*at), dense
-            )
+            total = total + self._chunk_loss(indexer.rows(*at), target, topk.rows(*at), layout.slice_rows(*at), dense)
         return total
 
     def _chunk_loss(
