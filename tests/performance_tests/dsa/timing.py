@@ -8,15 +8,15 @@ from statistics import median
 import torch
 
 GIB = 2**30
-SLOW_MS, SLOW_REPEATS = 1000.0, 2
+SLOW_MS = 1000.0
 
 
-def milliseconds(function: Callable[[], object], repeats: int = 5, warmups: int = 2) -> float:
-    """Median device time of ``function``; its results are dropped before the next run. Slow ones run fewer times."""
-    if _once(function) > SLOW_MS:
-        return median(_once(function) for _ in range(SLOW_REPEATS))
-    for _ in range(warmups - 1):
-        function()
+def milliseconds(function: Callable[[], object], repeats: int = 5) -> float:
+    """Median device time of ``function`` after warm-up; its results are dropped before the next run."""
+    function()  # kernels compile
+    first = _once(function)
+    if first > SLOW_MS:
+        return median([first, _once(function)])
     return median(_once(function) for _ in range(repeats))
 
 
