@@ -1,8 +1,8 @@
 """The kernels that a workload must run, alone: the floor that the wiring is measured against.
 
 Operands are made once; each kernel is called as its library's documentation says, rows in chunks of 8192 with causal
-offsets (short documents of one length as a batch), and timed by itself. Nothing of the backend under test is used but the selection's own indices, and its kernel
-for the log-sum-exp.
+offsets (short documents of one length as a batch), and timed by itself. Nothing of the backend under test is used but
+the selection's own indices, and its kernel for the log-sum-exp.
 """
 
 from __future__ import annotations

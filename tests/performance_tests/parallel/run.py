@@ -4,14 +4,14 @@
     torchrun --standalone --nproc-per-node 2 -m tests.performance_tests.parallel.run --smoke     # CPUs, Gloo, seconds
 
 All runs start from the same weights and see the same samples, four a step: text of the running Python's standard
-library (the smoke run makes up tokens). BF16 compute; two layers, hidden 1024, eight experts, latent 512, 32 indexer heads,
-top-k 256, sequences of 2048 tokens. The settings of the indexer's precision train without its loss, which FP8 scoring
-needs. A few runs repeat a few steps with longer sequences, where the GPUs and not their hosts set the pace.
+library (the smoke run makes up tokens). BF16 compute; two layers, hidden 1024, eight experts, latent 512, 32 indexer
+heads, top-k 256, sequences of 2048 tokens. The settings of the indexer's precision train without its loss, which FP8
+scoring needs. A few runs repeat a few steps with longer sequences, where the GPUs and not their hosts set the pace.
 
 "One GPU" is rank 0 alone while rank 1 waits. The share of communication is the time of NCCL's kernels, waiting
 included, over the time of the profiled steps. Runs share ``--seconds``: one that is out of its share stops early and
-says after how many steps. Markdown on stdout; exit code 1 if a curve leaves its baseline's by more than ``TOLERANCE`` in the mean
-of its last steps.
+says after how many steps. Markdown on stdout; exit code 1 if a curve leaves its baseline's by more than ``TOLERANCE``
+in the mean of its last steps.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ selection kept; gradients are computed in backward from saved operands, so activ
 once. Where no scores were kept (replay), the given ids are scored first.
 
 Dense: the matrices are S x S, so a chunk's gradients are computed where its matrices exist, in forward, into one buffer
-for all chunks, and only scaled in backward. Chunks stay within half of the byte budget. Every segment is a call of its own with its
-causal offset, over the keys that its last row sees, so keys of padding and of other documents are never read. Scores
-go by row lengths everywhere, so what the scoring kernel leaks past a row's end reaches nothing.
+for all chunks, and only scaled in backward. Chunks stay within half of the byte budget. Every segment is a call of its
+own with its causal offset, over the keys that its last row sees, so keys of padding and of other documents are never
+read. Scores go by row lengths everywhere, so what the scoring kernel leaks past a row's end reaches nothing.
 
 The backward kernels take BF16 head weights and return BF16 weight gradients; the loss itself uses the FP32 ones. Key
 gradients are FP32. The log-prediction is floored at -100, as the kernels do (and the reference).
@@ -150,7 +150,7 @@ def _zero_grads(operands: IndexerInputs) -> frontend.IndexerGrads:
 def _dense_chunk(
     operands: IndexerInputs, target: TeacherChunk, layout: Layout, grads: frontend.IndexerGrads | None
 ) -> Tensor:
-    """KL sum of a chunk's rows, which ``operands``, ``layout`` and ``grads`` count; adds to the gradients of all keys."""
+    """KL sum of a chunk's rows, which all but ``target`` count from 0; adds to the gradients of all keys."""
     assert target.keys is not None
     loss = torch.zeros((), dtype=torch.float32, device=target.target_RN.device)
     for segment, call in zip(layout.segments, segment_calls(layout, loss.device), strict=True):
