@@ -10,8 +10,8 @@ scoring needs. A few runs repeat a few steps with longer sequences, where the GP
 
 "One GPU" is rank 0 alone while rank 1 waits. The share of communication is the time of NCCL's kernels, waiting
 included, over the time of the profiled steps. Runs share ``--seconds``: when they are over, runs stop early, and the
-table says after how many steps. Markdown on stdout; exit code 1 if a curve leaves its baseline's by more than ``TOLERANCE``
-in the mean of its last steps.
+table says after how many steps. Markdown on stdout; exit code 1 if a curve leaves its baseline's by more than
+``TOLERANCE`` in the mean of its last steps.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from megatron.training.step import Engine, train_step
 from megatron.training.tokenizer import build_tokenizer
 
 TOLERANCE = 0.05
-LEARNING_RATE = 2e-4
+LEARNING_RATE = 1e-4
 GLOBAL_BATCH, MICRO_BATCH, LAST = 4, 2, 20
 PROFILED = 3
 SHOWN = (1, 10, 20, 50, 100, 150, 200)
