@@ -45,7 +45,7 @@ MODEL = """
 """.split()
 # At 1e-3, two runs of one command part by 0.04, since sums in another order grow into other paths. Hence the low rate.
 TRAINING = """
-    --seq-length 2048 --micro-batch-size 1 --global-batch-size 4 --reset-attention-mask
+    --seq-length 2048 --micro-batch-size 1 --global-batch-size 2 --reset-attention-mask
     --lr 1e-4 --min-lr 1e-5 --lr-decay-style cosine --lr-warmup-fraction 0.1 --eval-iters 1 --eval-interval 1000
     --log-interval 50 --dsa-log-mass-interval 50
 """.split()
