@@ -35,7 +35,7 @@ def require_writable(flag: str, place: str | Path) -> None:
     Raises:
         ValueError: one sentence with the system's reason.
     """
-    path = Path(place).absolute()
+    path = _without_detours(Path(place).absolute())
     existing = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
     if existing.is_file():
         where = "is" if existing == path else f"lies below {existing}, which is"
@@ -51,3 +51,11 @@ def require_writable(flag: str, place: str | Path) -> None:
             f"{flag} {place} cannot be written to ({error.strerror} in {existing}): give a directory in a place where "
             "files can be created."
         ) from None
+
+
+def _without_detours(path: Path) -> Path:
+    """``path`` without steps into what does not exist and up again, which would lead out of the trial's directory."""
+    kept = Path(path.anchor)
+    for part in path.parts[1:]:
+        kept = kept.parent if part == ".." and not os.path.lexists(kept) else kept / part
+    return kept

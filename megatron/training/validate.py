@@ -207,17 +207,6 @@ def _check_places(config: PretrainConfig) -> None:
             f"--wandb-project {config.logging.wandb_project} needs the wandb package, which is not installed: "
             "pip install wandb, or drop the flag."
         )
-    places = {
-        "--save": config.checkpoint.save,
-        "--log-dir": config.logging.log_dir,
-        "--tensorboard-dir": config.logging.tensorboard_dir,
-    }
-    for flag, place in (places | {"--load": config.checkpoint.load}).items():
-        if place == "":
-            raise ValueError(f"{flag} is empty: give a directory, or drop it.")
-    for flag, place in places.items():
-        if place is not None and Path(place).exists() and not Path(place).is_dir():
-            raise ValueError(f"{flag} {place} is a file: give a directory.")
     if config.checkpoint.load is not None and not Path(config.checkpoint.load).is_dir():
         if config.checkpoint.load != config.checkpoint.save:
             raise ValueError(f"--load {config.checkpoint.load} is no directory: check the path.")

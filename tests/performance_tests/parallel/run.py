@@ -20,6 +20,7 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -101,7 +102,7 @@ def planned(arguments: argparse.Namespace) -> list[Case]:
     """The cases asked for and their baselines. FP8 scoring is the kernels' alone."""
     fp8 = ("dsa_indexer_scoring_precision", "fp8")
     able = [case for case in CASES if arguments.backend == "cudnn" or fp8 not in case.options]
-    chosen = [case for case in able if arguments.cases in case.name]
+    chosen = [case for case in able if re.search(arguments.cases, case.name)]
     baselines = {case.baseline for case in chosen}
     return [case for case in able if case in chosen or case.name in baselines]
 
@@ -254,7 +255,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=300.0, help="for all runs together; the last ones fall short")
-    parser.add_argument("--cases", default="", help="text that a case's name must contain")
+    parser.add_argument("--cases", default="", help="regular expression of the cases' names")
     parser.add_argument("--backend", default=None, help="cudnn (on a GPU) or none")
     parser.add_argument("--out", type=Path, default=Path("parallel-run"), help="folder for the data and curves.json")
     parser.add_argument("--smoke", action="store_true", help="a tiny model on CPUs")

@@ -23,6 +23,13 @@ def test_relative_places_count_from_the_working_directory(tmp_path: Path, monkey
     assert os.listdir() == []
 
 
+def test_steps_up_lead_out_of_no_trial(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    require_writable("--save", tmp_path / "here" / "new" / ".." / ".." / "beside")
+    require_writable("--save", tmp_path / "here" / "new" / ".." / "other")
+    assert [path.name for path in tmp_path.rglob("*")] == ["here"]
+
+
 @pytest.mark.parametrize(
     ("place", "piece"),
     [

@@ -65,7 +65,9 @@ def sequence_balance_loss(
     return (load_NE[document_T] * share_TE).sum() * scores_TE.shape[1]
 
 
+# Made outside inference mode: an evaluation may be the first to ask, and training saves them for backward.
 @lru_cache(maxsize=_CACHED_VIEWS)
+@torch.inference_mode(False)
 def valid_row_ids(layout: Layout, device: torch.device) -> Tensor:
     """Int64 ids of the rows that are no padding, ascending; the device is not asked how many there are."""
     order = valid_rows(layout, device).argsort(descending=True, stable=True)

@@ -114,23 +114,25 @@ def sum_scatter_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
 class RowsInFlight:
     """An all-gather that has been started. ``wait`` gives its rows; before, there is no tensor to read.
 
-    Waiting orders streams on an accelerator, and the host goes on. What is sent and received is held here until then:
-    the caching allocator knows nothing of the collective's stream and would hand freed memory out again.
+    Waiting orders streams on an accelerator, and the host goes on. What is sent and received is held here until then,
+    and no longer: the caching allocator knows nothing of the collective's stream and would hand freed memory out again.
     """
 
     def __init__(self, x: Tensor, group: ProcessGroup | None) -> None:
-        self._x, self._group, self._work = x, group, None
+        self._x, self._group = x, group
+        self._under_way: tuple[Any, Tensor, Tensor] | None = None
         if group_size(group) > 1:
-            self._sent = x.detach().contiguous()
-            self._received = x.new_empty(group_size(group) * x.shape[0], *x.shape[1:])
-            self._work = _all_gather(self._received, self._sent, group=group, async_op=True)
+            sent, received = x.detach().contiguous(), x.new_empty(group_size(group) * x.shape[0], *x.shape[1:])
+            self._under_way = _all_gather(received, sent, group=group, async_op=True), sent, received
 
     def wait(self) -> Tensor:
-        """All ranks' rows; the gradient is reduce-scattered. ``x`` itself where no other rank has any."""
-        if self._work is None:
+        """All ranks' rows, once; the gradient is reduce-scattered. ``x`` itself where no other rank has any."""
+        if group_size(self._group) == 1:
             return self._x
-        self._work.wait()
-        return _apply(_Received, self._x, self._group, self._received)
+        assert self._under_way is not None
+        (work, _, received), self._under_way = self._under_way, None
+        work.wait()
+        return _apply(_Received, self._x, self._group, received)
 
 
 def _all_reduce(x: Tensor, group: ProcessGroup | None) -> Tensor:

@@ -63,6 +63,15 @@ def test_no_valid_rows_give_zero() -> None:
     assert sequence_balance_loss(torch.zeros(0, 4), 2, layout) == 0
 
 
+def test_row_ids_that_an_evaluation_made_can_be_saved_for_backward() -> None:
+    layout = Layout.packed((0, 2, 7), padded_offsets=(0, 4, 9))  # no other test's: views are kept
+    with torch.inference_mode():
+        valid_row_ids(layout, torch.device("cpu"))
+    x = torch.ones(9, requires_grad=True)
+    (x[valid_row_ids(layout, torch.device("cpu"))] ** 2).sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [2, 2, 0, 0, 2, 2, 2, 2, 2]
+
+
 BALANCED: dict[str, Any] = dict(moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=0.3)
 
 

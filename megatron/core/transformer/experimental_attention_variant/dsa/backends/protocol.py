@@ -5,13 +5,11 @@ K selected keys a row, R rows of one chunk.
 
 ``attention.py`` calls the verbs in one order, ``select -> attend -> teacher -> indexer_loss``, and between the last two
 may reduce the target over tensor-parallel ranks. Each verb takes what it needs and a ``Layout`` that says who sees
-what;
-no verb takes flags about packing or parallelism, and none falls back to another backend. Differentiable: ``attend`` in
-its operands, ``indexer_loss`` in the indexer's. ``select`` and ``teacher`` run without gradients.
+what; no verb takes flags about packing or parallelism, and none falls back to another backend. Differentiable:
+``attend`` in its operands, ``indexer_loss`` in the indexer's. ``select`` and ``teacher`` run without gradients.
 
 Scores are ``I[t,s] = sum_i w[t,i] * relu(q[t,i] . k[s])`` with q and k rounded to the configured scoring precision by
-the
-backend's one scoring function, whatever dtype carried them there; w is FP32 and nothing rounds it.
+the backend's one scoring function, whatever dtype carried them there; w is FP32 and nothing rounds it.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ failing, on a mistake that is put in at run time.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -180,6 +181,17 @@ def in_flight(case: Case, rank: int) -> bool:
     )
 
 
+def let_go() -> bool:
+    """Whether what was sent and received is freed as soon as nobody but the caller holds it."""
+    rows = start_gather_rows(torch.ones(2, 3), dist.group.WORLD)
+    assert rows._under_way is not None
+    _, *held = rows._under_way
+    seen = [weakref.ref(x) for x in held]
+    held.clear()
+    assert rows.wait().shape == (2 * WORLD, 3)
+    return all(x() is None for x in seen)
+
+
 # ---- mistakes ----
 
 
@@ -188,8 +200,8 @@ _wait = RowsInFlight.wait
 
 def reads_at_once(self: RowsInFlight) -> Tensor:
     """Reads latent keys without waiting for them."""
-    if self._work is not None and self._x.shape[1] == WIDTH:
-        self._work = Late(lambda: None)
+    if self._under_way is not None and self._x.shape[1] == WIDTH:
+        self._under_way = Late(lambda: None), *self._under_way[1:]
     return _wait(self)
 
 
@@ -226,7 +238,7 @@ class StartsLate:
 
 
 def on_rank() -> dict[str, Any]:
-    rank, results = dist.get_rank(), {}
+    rank, results = dist.get_rank(), {"let go": let_go()}
     for case in CASES:
         results[f"{case} orders"] = orders(case, rank)
         results[f"{case} in flight"] = in_flight(case, rank)
@@ -264,6 +276,10 @@ def test_keys_are_read_after_they_arrived() -> None:
 def test_micro_batches_in_flight_and_recomputed_keep_every_bit() -> None:
     for case in CASES:
         assert all(of_case(case, "in flight")), case
+
+
+def test_rows_that_arrived_are_held_no_longer() -> None:
+    assert all(results["let go"] for results in ranks())
 
 
 def test_the_checks_notice_mistakes() -> None:

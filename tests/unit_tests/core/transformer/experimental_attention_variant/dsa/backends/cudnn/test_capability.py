@@ -127,6 +127,21 @@ def test_another_flash_mla_is_refused_with_the_command(
     assert "\n" not in text and text.count(". ") == 0, "one sentence"
 
 
+@pytest.mark.parametrize("which", [0, 2], ids=["output", "log-sum-exp"])
+def test_a_flash_mla_of_nan_is_refused(hopper: None, monkeypatch: pytest.MonkeyPatch, which: int) -> None:
+    stand_in = emulator.install(monkeypatch)
+    forward = stand_in.flash_mla_sparse_fwd
+
+    def broken(q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk_length=None):  # noqa: PLR0913
+        results = list(forward(q, kv, indices, sm_scale, d_v, attn_sink, topk_length))
+        results[which] = torch.full_like(results[which], torch.nan)
+        return tuple(results)
+
+    monkeypatch.setattr(sys.modules["flash_mla"], "flash_mla_sparse_fwd", broken)
+    text = reason()
+    assert text is not None and " nan " in text and "where both are 1" in text
+
+
 def test_a_flash_mla_that_does_not_load_is_refused_with_the_command(
     hopper: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
