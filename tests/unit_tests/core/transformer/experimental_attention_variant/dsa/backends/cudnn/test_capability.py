@@ -2,8 +2,10 @@
 
 import subprocess
 import sys
+from functools import wraps
 from importlib.metadata import PackageNotFoundError
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -129,11 +131,12 @@ def test_another_flash_mla_is_refused_with_the_command(
 
 @pytest.mark.parametrize("which", [0, 2], ids=["output", "log-sum-exp"])
 def test_a_flash_mla_of_nan_is_refused(hopper: None, monkeypatch: pytest.MonkeyPatch, which: int) -> None:
-    stand_in = emulator.install(monkeypatch)
-    forward = stand_in.flash_mla_sparse_fwd
+    emulator.install(monkeypatch)
+    forward = sys.modules["flash_mla"].flash_mla_sparse_fwd
 
-    def broken(q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk_length=None):  # noqa: PLR0913
-        results = list(forward(q, kv, indices, sm_scale, d_v, attn_sink, topk_length))
+    @wraps(forward)
+    def broken(*args: Any, **options: Any) -> tuple[torch.Tensor, ...]:
+        results = list(forward(*args, **options))
         results[which] = torch.full_like(results[which], torch.nan)
         return tuple(results)
 
