@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.core.process_groups import ProcessGroupCollection
+from megatron.core.transformer.experimental_attention_variant.dsa.loss import recompute_contexts
 from megatron.core.transformer.forward_context import ForwardContext
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -57,7 +58,9 @@ class TransformerBlock(MegatronModule):
         recompute = self.config.recompute_granularity == "full" and self.training and torch.is_grad_enabled()
         for layer in self.layers:
             if recompute:
-                hidden_states = checkpoint(layer, hidden_states, context, use_reentrant=False)
+                hidden_states = checkpoint(
+                    layer, hidden_states, context, use_reentrant=False, context_fn=recompute_contexts
+                )
             else:
                 hidden_states = layer(hidden_states, context)
         self._count_expert_loads(context)

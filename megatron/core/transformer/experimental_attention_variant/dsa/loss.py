@@ -11,12 +11,40 @@ with ``calculate_per_token_loss``; else the valid rows of the microbatch over it
 microbatches, times the data-parallel ranks. ``grad_scale`` is whatever multiplies the main loss (a loss scaler).
 
 Logging keeps one detached KL sum a layer; a recomputed forward writes the same entry again, so it counts once.
+
+A dense loss computes its gradients in forward. Where that forward is recomputed, autograd drops what the first pass
+saves, so the first pass need not compute it, if whoever checkpoints says so with ``recompute_contexts``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+
 import torch
 from torch import Tensor
+
+_recomputed_later: ContextVar[bool] = ContextVar("recomputed_later", default=False)
+
+
+def recompute_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """``context_fn`` of ``torch.utils.checkpoint``: tells the first pass that it will run again before backward."""
+    return _first_pass(), nullcontext()
+
+
+@contextmanager
+def _first_pass() -> Iterator[None]:
+    token = _recomputed_later.set(True)
+    try:
+        yield
+    finally:
+        _recomputed_later.reset(token)
+
+
+def saves_for_backward() -> bool:
+    """Whether backward may read what a forward pass saves here and now."""
+    return torch.is_grad_enabled() and not _recomputed_later.get()
 
 
 class LossTracker:

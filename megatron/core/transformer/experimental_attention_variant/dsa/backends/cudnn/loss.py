@@ -8,9 +8,10 @@ selection kept; gradients are computed in backward from saved operands, so activ
 once. Where no scores were kept (replay), the given ids are scored first.
 
 Dense: the matrices are S x S, so a chunk's gradients are computed where its matrices exist, in forward, into one buffer
-for all chunks, and only scaled in backward. Chunks stay within half of the byte budget. Every segment is a call of its
-own with its causal offset, over the keys that its last row sees, so keys of padding and of other documents are never
-read. Scores go by row lengths everywhere, so what the scoring kernel leaks past a row's end reaches nothing.
+for all chunks, and only scaled in backward. A pass that will be recomputed leaves them zero: nobody reads what it
+saves. Chunks stay within half of the byte budget. Every segment is a call of its own with its causal offset, over the
+keys that its last row sees, so keys of padding and of other documents are never read. Scores go by row lengths
+everywhere, so what the scoring kernel leaks past a row's end reaches nothing.
 
 The backward kernels take BF16 head weights and return BF16 weight gradients; the loss itself uses the FP32 ones. Key
 gradients are FP32. The log-prediction is floored at -100, as the kernels do (and the reference).
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from ...layout import Layout, Segment
+from ...loss import saves_for_backward
 from ...reference import LOG_PREDICTION_FLOOR
 from ..protocol import Attended, AttentionInputs, IndexerInputs, TeacherChunk, TopK
 from . import frontend
@@ -64,7 +66,7 @@ def sparse_loss(indexer: IndexerInputs, target: TeacherChunk, topk: TopK, scores
 
 def dense_loss(indexer: IndexerInputs, targets: Iterable[TeacherChunk], layout: Layout) -> Tensor:
     """KL sum over all visible keys of the targets' rows. The kernels may overwrite the targets."""
-    frozen = _Visible(targets, layout, torch.is_grad_enabled())
+    frozen = _Visible(targets, layout, torch.is_grad_enabled(), saves_for_backward())
     loss: Tensor = _DenseLoss.apply(indexer.q_TID, indexer.k_SD, indexer.w_TI, frozen)  # type: ignore[no-untyped-call]
     return loss
 
@@ -80,6 +82,7 @@ class _Visible(NamedTuple):
     targets: Iterable[TeacherChunk]
     layout: Layout
     with_grads: bool
+    filled: bool
 
 
 class _SparseLoss(torch.autograd.Function):
@@ -124,7 +127,9 @@ class _DenseLoss(torch.autograd.Function):
         loss = torch.zeros((), dtype=torch.float32, device=q_TID.device)
         for target in frozen.targets:
             rows = slice(*target.rows)
-            part = grads and frontend.IndexerGrads(grads.dq_RID[rows], grads.dw_RI[rows], grads.dk_SD)
+            part = None
+            if grads is not None and frozen.filled:
+                part = frontend.IndexerGrads(grads.dq_RID[rows], grads.dw_RI[rows], grads.dk_SD)
             loss += _dense_chunk(operands.rows(*target.rows), target, frozen.layout.slice_rows(*target.rows), part)
         if grads is not None:
             ctx.save_for_backward(*grads)

@@ -17,6 +17,7 @@ from megatron.core.transformer.experimental_attention_variant.dsa import DSAtten
 from megatron.core.transformer.experimental_attention_variant.dsa.backends.cudnn import CudnnBackend, scoring
 from megatron.core.transformer.experimental_attention_variant.dsa.backends.protocol import IndexerInputs
 from megatron.core.transformer.experimental_attention_variant.dsa.layout import positions
+from megatron.core.transformer.experimental_attention_variant.dsa.loss import recompute_contexts
 from megatron.core.transformer.forward_context import ForwardContext
 
 from ...helpers import build_attention, draw, model_config
@@ -60,7 +61,7 @@ def context_for(layout: Layout, stage: Stage, losses: LossTracker) -> ForwardCon
     return ForwardContext(layout, positions(layout, stage.device), TopKCache(), losses)
 
 
-def step(layers: list[DSAttention], stage: Stage, recompute: bool = False, **tracker: Any) -> Step:
+def step(layers: list[DSAttention], stage: Stage, recompute: dict[str, Any] | None = None, **tracker: Any) -> Step:
     """Layers one after another on the same inputs; their outputs are summed up."""
     losses, given = LossTracker(**tracker), leaves(stage)
     context = context_for(LAYOUT, stage, losses)
@@ -69,7 +70,7 @@ def step(layers: list[DSAttention], stage: Stage, recompute: bool = False, **tra
         def call(query: Tensor, key: Tensor, x: Tensor, qr: Tensor) -> Tensor:
             return layer(query, key, x=x, qr=qr, context=context)
 
-        return checkpoint(call, *given, use_reentrant=False) if recompute else call(*given)
+        return call(*given) if recompute is None else checkpoint(call, *given, use_reentrant=False, **recompute)
 
     out = torch.stack([run(layer) for layer in layers]).sum(0)
     out.backward(draw(*out.shape, seed=60, dtype=torch.bfloat16).to(stage.device))
@@ -105,17 +106,21 @@ def test_the_normalizer_scales_the_indexer_alone(sparse: bool, stage: Stage) -> 
         assert relative_error(half.grads[name] * (1 if name in ("query", "key") else 2), grad) < TOLERANCE, name
 
 
+@pytest.mark.parametrize("told", [True, False], ids=["told", "not told"])
 @pytest.mark.parametrize("sparse", [True, False], ids=["sparse", "dense"])
-def test_recompute_changes_nothing_and_selects_once(sparse: bool, stage: Stage) -> None:
+def test_recompute_changes_nothing_and_selects_once(sparse: bool, told: bool, stage: Stage) -> None:
+    """The dense loss makes its gradients in forward, and once where the first pass knows that it is the first."""
     kept = step([build(stage, use_sparse_loss=sparse)], stage)
     if stage.emulator is not None:
         stage.emulator.calls.clear()
-    again = step([build(stage, use_sparse_loss=sparse)], stage, recompute=True)
+    contexts = {"context_fn": recompute_contexts} if told else {}
+    again = step([build(stage, use_sparse_loss=sparse)], stage, recompute=contexts)
     assert_close(again, kept)
     if stage.emulator is not None:
         calls = stage.emulator.calls
         assert calls["indexer_top_k"] == 1 and calls["flash_mla"] == 2 and calls["sparse_backward"] == 1
         assert calls["indexer_backward"] == int(sparse)
+        assert calls["dense_indexer_backward"] == (0 if sparse else len(LAYOUT.segments) * (1 if told else 2))
 
 
 def test_shared_layers_attend_to_the_same_keys(stage: Stage) -> None:
