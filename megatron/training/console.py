@@ -45,13 +45,15 @@ class Console:
             )
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """Show one finished step."""
+        """Show one finished step, and what its evaluation found whatever the interval."""
         if self._bar is not None:
             self._bar.set_postfix_str(_figures(record), refresh=False)
             self._bar.update()
         elif record["step"] % self._interval == 0 or record["step"] == self._last_step:
             extra = f", lr {record['lr']:.3g}, grad norm {record['grad_norm']:.3g}"
             print(f"step {record['step']}/{self._last_step}: {_figures(record)}{extra}", file=sys.stderr, flush=True)
+        if "valid_lm_loss" in record:
+            self.say(f"step {record['step']}/{self._last_step}: validation LM loss {record['valid_lm_loss']:.4f}")
 
     def say(self, sentence: str) -> None:
         """Print a notice above the bar."""

@@ -43,6 +43,15 @@ def test_lines_come_at_the_interval_and_at_the_end(capsys: pytest.CaptureFixture
     assert capsys.readouterr().err.splitlines() == [f"step 4/5: {line}", f"step 5/5: {line}", "A notice."]
 
 
+def test_an_evaluation_shows_between_lines_too(capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console(0, 5, log_interval=4)
+    for step in range(1, 5):
+        console.step(RECORD | {"step": step} | ({"valid_lm_loss": 2.25} if step % 2 == 0 else {}))
+    lines = capsys.readouterr().err.splitlines()
+    assert [lines[0], lines[2]] == [f"step {step}/5: validation LM loss 2.2500" for step in (2, 4)]
+    assert len(lines) == 3
+
+
 def test_a_frozen_indexer_and_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     record = RECORD | {"indexer_loss": None, "dsa_attention_mass": 0.75, "mfu": 0.421}
     Console(0, 4, 1).step(record)
