@@ -89,8 +89,7 @@ def read_topk(path: str | Path) -> SavedTopK:
         OSError: the file cannot be read.
     """
     path = Path(path)
-    header, first = _read_header(path)
-    metadata = header.pop("__metadata__", {})
+    header, topk, first = _read_header(path)
     places = dict(_read_entry(path, first, name, entry) for name, entry in header.items())
     layers, documents = (sorted({key[i] for key in places}) for i in (0, 1))
     tokens = tuple(places[layers[0], m].tokens for m in documents if (layers[0], m) in places)
@@ -101,7 +100,7 @@ def read_topk(path: str | Path) -> SavedTopK:
             "all of a pass into one file."
         )
     widest = max(place.width for place in places.values())
-    return SavedTopK(path, tuple(layers), tokens, max(int(metadata.get("topk", 0)), widest), places)
+    return SavedTopK(path, tuple(layers), tokens, max(topk, widest), places)
 
 
 def write_topk(
@@ -135,8 +134,8 @@ def write_topk(
         unfinished.unlink(missing_ok=True)
 
 
-def _read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """The header, and where the data begins."""
+def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
+    """Entries of the tensors, the width that the metadata names (0 for none), and where the data begins."""
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(8)
@@ -144,25 +143,34 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
         text = file.read(length) if length <= size - 8 else b""
     try:
         header = json.loads(text)
-        end = max((e["data_offsets"][1] for name, e in header.items() if name != "__metadata__"), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        topk = int(header.pop("__metadata__", {}).get("topk", 0))
+        ends = [_end(*entry["data_offsets"]) for entry in header.values()]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"{path} is no safetensors file: give a file that save_topk wrote.") from None
+    end = max(ends, default=0)
     if 8 + length + end != size:
         raise ValueError(
             f"{path} has {size} bytes, but its header names {8 + length + end}: it was cut, write it again."
         )
-    return header, 8 + length
+    return header, topk, 8 + length
+
+
+def _end(start: object, stop: object) -> int:
+    if not (isinstance(start, int) and isinstance(stop, int) and 0 <= start <= stop):
+        raise ValueError("no span of bytes")
+    return stop
 
 
 def _read_entry(path: Path, first: int, name: str, entry: Mapping[str, Any]) -> tuple[tuple[int, int], _Place]:
-    match, dtype, shape = _NAME.fullmatch(name), entry.get("dtype"), entry.get("shape", ())
-    if match is None or dtype not in _DTYPES or len(shape) != 2:
+    match, dtype, shape = _NAME.fullmatch(name), str(entry.get("dtype")), entry.get("shape")
+    sizes = [size for size in shape if isinstance(size, int) and size > 0] if isinstance(shape, list) else []
+    if match is None or dtype not in _DTYPES or len(sizes) != 2 or sizes != shape:
         raise ValueError(
-            f"{path} holds {name!r} of type {dtype} and shape {list(shape)}, but a selection file holds int32 tensors "
-            "[tokens, K] named layer.N.document.M: write those alone."
+            f"{path} holds {name!r} of type {dtype} and shape {shape}, but a selection file holds int32 tensors "
+            "[tokens, K] named layer.N.document.M, none of them empty: write those alone."
         )
     start, stop = entry["data_offsets"]
-    place = _Place(_DTYPES[dtype], shape[0], shape[1], first + start)
+    place = _Place(_DTYPES[dtype], sizes[0], sizes[1], first + start)
     if place.size != stop - start:
         raise ValueError(f"{path}: {name} has {stop - start} bytes for a shape of {place.size}: write the file again.")
     return (int(match[1]), int(match[2])), place

@@ -162,7 +162,7 @@ def _positions(
                 for s in (s for s in layout.segments if s.key_start == document.key_start):
                     own = slice(s.causal_offset, s.causal_offset + s.num_rows)
                     ids = F.pad(ids_TK[s.row_start : s.row_stop], (0, width - ids_TK.shape[1]), value=-1)[:, :columns]
-                    ids = torch.where(ids < 0, -1, ids - s.key_start).int()
+                    ids = _within_document(ids, s, number)
                     if (held[own, None] & (rows[own] != ids)).any():
                         raise ValueError(
                             f"Two ranks hold the same rows of document {number} with different keys: their indexers "
@@ -170,6 +170,19 @@ def _positions(
                         )
                     rows[own], held[own] = ids, True
             yield rows
+
+
+def _within_document(ids_TK: Tensor, segment: Segment, number: int) -> Tensor:
+    """Int32 positions of a segment's ids in its document."""
+    positions = torch.where(ids_TK < 0, -1, ids_TK - segment.key_start)
+    tokens = torch.arange(segment.causal_offset, segment.causal_offset + segment.num_rows)
+    foreign = (((ids_TK >= 0) & (positions < 0)) | (positions > tokens[:, None])).any(-1)
+    if foreign.any():
+        raise ValueError(
+            f"Token {int(tokens[foreign][0])} of document {number} selected keys that this layout hides from it: save "
+            "with the layout of the recorded pass."
+        )
+    return positions.int()
 
 
 def _match(saved: SavedTopK, layout: Layout, documents: Sequence[int] | None) -> list[tuple[Segment, int]]:

@@ -1,8 +1,11 @@
 """Selections saved from one layout and loaded into another: packing, padding, context parallelism, engines' files."""
 
+import json
+import struct
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -223,13 +226,20 @@ def test_saving_refuses_what_it_cannot_tell(tmp_path: Path) -> None:
         save_topk(path, {}, PACKED)
     with pytest.raises(ValueError, match="Layer 1 recorded 24 rows, but the layout has 40"):
         save_topk(path, record(PACKED), PADDED)
+    for lengths in ((4, 3, 1, 12, 4), (7, 1, 11, 5)):  # as many rows, but cut elsewhere
+        with pytest.raises(ValueError, match=r"of document \d selected keys that this layout hides from it"):
+            save_topk(path, record(PACKED), Layout.packed(offsets(lengths)))
+    future = record(PACKED)
+    future[4].indices_TK[3, 0] = 4
+    with pytest.raises(ValueError, match="Token 3 of document 0 selected keys that this layout hides from it"):
+        save_topk(path, future, PACKED)
     shard = shards(2)[0]
     with pytest.raises(ValueError, match="No rank that saves holds token 2 of document 0"):
         save_topk(path, record(shard, present(shard, 2)), shard)
     with pytest.raises(ValueError, match=r"The shards recorded layers \[\[1, 4\], \[1\]\]"):
         save_topk_shards(path, [(record(PACKED), PACKED), ({1: record(PACKED)[1]}, PACKED)])
     changed = record(PACKED)
-    changed[4].indices_TK[23, 0] += 1
+    changed[4].indices_TK[23, 0] = -1
     with pytest.raises(ValueError, match="Two ranks hold the same rows of document 3 with different keys"):
         save_topk_shards(path, [(record(PACKED), PACKED), (changed, PACKED)])
     with pytest.raises(FileNotFoundError):
@@ -239,7 +249,7 @@ def test_saving_refuses_what_it_cannot_tell(tmp_path: Path) -> None:
 
 def test_a_failed_save_keeps_the_file_before_it(saved: Path) -> None:
     before, changed = saved.read_bytes(), record(PACKED)
-    changed[4].indices_TK[23, 0] += 1
+    changed[4].indices_TK[23, 0] = -1
     with pytest.raises(ValueError, match="Two ranks"):
         save_topk_shards(saved, [(record(PACKED), PACKED), (changed, PACKED)])
     assert saved.read_bytes() == before and list(saved.parent.iterdir()) == [saved]
@@ -282,6 +292,7 @@ def test_a_damaged_or_foreign_file_is_named(saved: Path, tmp_path: Path) -> None
         ({"weight": torch.zeros(2, 2)}, "holds 'weight' of type F32"),
         ({"layer.1.document.0": torch.zeros(2, 2)}, "holds 'layer.1.document.0' of type F32"),
         ({"layer.1.document.0": torch.zeros(2, dtype=torch.int32)}, r"shape \[2\]"),
+        ({"layer.1.document.0": torch.zeros(2, 0, dtype=torch.int32)}, r"shape \[2, 0\].*none of them empty"),
         ({"layer.1.document.1": torch.zeros(2, 1, dtype=torch.int32)}, "the same documents, counted from 0"),
         (
             {"layer.1.document.0": torch.zeros(2, 1, dtype=torch.int32),
@@ -302,6 +313,40 @@ def test_a_damaged_or_foreign_file_is_named(saved: Path, tmp_path: Path) -> None
         load_topk(tmp_path / "gone", PACKED)
 
 
+GOOD_ENTRY: dict[str, Any] = {"dtype": "I32", "shape": [1, 1], "data_offsets": [0, 4]}
+BAD_HEADERS: dict[str, tuple[Any, str]] = {
+    "metadata that is no object": ({"__metadata__": "x"}, "is no safetensors file"),
+    "a width that is no number": ({"__metadata__": {"topk": "all"}}, "is no safetensors file"),
+    "a negative offset": ({"data_offsets": [-4, 0]}, "is no safetensors file"),
+    "an offset that is no number": ({"data_offsets": [0, "4"]}, "is no safetensors file"),
+    "three offsets": ({"data_offsets": [0, 2, 4]}, "is no safetensors file"),
+    "a type that is no name": ({"dtype": ["I32"]}, r"of type \['I32'\]"),
+    "a shape that is no list": ({"shape": 1}, "and shape 1, but"),
+    "a negative shape": ({"shape": [-1, -1]}, r"and shape \[-1, -1\], but"),
+    "a shape of words": ({"shape": ["a", 1]}, r"and shape \['a', 1\], but"),
+    "a shape of other bytes": ({"shape": [1, 2]}, "has 4 bytes for a shape of 8"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_HEADERS)
+def test_a_header_that_means_nothing_is_named(tmp_path: Path, name: str) -> None:
+    change, message = BAD_HEADERS[name]
+    metadata = {key: value for key, value in change.items() if key == "__metadata__"}
+    entry = GOOD_ENTRY | {key: value for key, value in change.items() if key != "__metadata__"}
+    text = json.dumps(metadata | {"layer.1.document.0": entry}).encode()
+    path = tmp_path / "bad"
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(4))
+    with pytest.raises(ValueError, match=message):
+        read_topk(path)
+
+
+def test_a_header_too_deep_to_read_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "bad"
+    path.write_bytes(struct.pack("<Q", 10**6) + b"[" * 10**6)
+    with pytest.raises(ValueError, match="is no safetensors file"):
+        read_topk(path)
+
+
 # ---- ranks ----
 
 
@@ -312,7 +357,7 @@ def _save_and_fail(path: str) -> list[str]:
     own = record(shard, present(shard, 2))
     save_topk(path, own, shard, everyone)
     if rank:
-        doubled[1].indices_TK[23, 0] += 1
+        doubled[1].indices_TK[23, 0] = -1
     sentences = []
     nothing, fewer = (own if rank else {}), (own if rank else {1: own[1]})
     for selections, layout in ((doubled, PACKED), (nothing, shard), (fewer, shard)):
