@@ -93,6 +93,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if not png.parent.is_dir():
             raise ValueError(f"--png {png} lies in {png.parent}, which is no folder: create it first.")
+        if png.is_dir():
+            raise ValueError(f"--png {png} is a folder: name the file to write.")
         require_writable("The folder of --png", png.parent)
         a, b = read_topk(Path(options.a)), read_topk(Path(options.b))
         layers = list(tqdm(compare(a, b), total=len(a.layers), unit="layer", disable=None, leave=False))
@@ -144,7 +146,7 @@ def draw(layers: Sequence[LayerComparison], longest: int, title: str, path: Path
     heat.set(xlabel="token's position in its document (blank: no row had to choose)", ylabel="layer")
     heat.set_yticks(range(len(layers)), numbers)
     figure.colorbar(image, ax=heat, label="mean overlap")
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, format="png")
     pyplot.close(figure)
 
 

@@ -48,6 +48,12 @@ def test_equal_files(same: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("name", ["picture", "picture.v2"])
+def test_the_picture_is_a_png_under_the_name_that_was_given(same: tuple[Path, Path], tmp_path: Path, name: str) -> None:
+    assert main([*map(str, same), "--png", str(tmp_path / name)]) == 0
+    assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
 def test_differences_are_counted(same: tuple[Path, Path]) -> None:
     changed(same[1])
     first, second, third = run(*same)
@@ -118,7 +124,11 @@ def test_what_cannot_be_compared_ends_with_one_sentence(
 
 @pytest.mark.parametrize(
     ("png", "message"),
-    [("gone/p.png", "gone, which is no folder: create it first."), ("/proc/p.png", "The folder of --png /proc cannot")],
+    [
+        ("gone/p.png", "gone, which is no folder: create it first."),
+        ("/proc/p.png", "The folder of --png /proc cannot"),
+        ("/proc", "--png /proc is a folder: name the file to write."),
+    ],
 )
 def test_a_picture_that_cannot_be_written_is_refused_before_the_comparison(
     png: str, message: str, same: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
