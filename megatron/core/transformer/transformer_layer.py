@@ -1,10 +1,17 @@
-"""One decoder layer: pre-norm self-attention and a feed-forward part, each added to the residual stream."""
+"""One decoder layer: pre-norm self-attention and a feed-forward part, each added to the residual stream.
+
+A layer that is recomputed runs again when backward first reads something that it saved. Which operation that is may
+depend on a rank's rows (those with padding have one more), and so would the order of the recomputed collectives and of
+the parameter gathers that backward starts: ranks would wait for each other. So the layer's end reads what its start
+saved, and every rank runs the whole layer again before anything else of its backward.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron.core.process_groups import ProcessGroupCollection
@@ -52,5 +59,35 @@ class TransformerLayer(MegatronModule):
 
     def forward(self, hidden_states: Tensor, context: ForwardContext) -> Tensor:
         """``[T, hidden]`` -> ``[T, hidden]``."""
+        recomputed = self.config.recompute_granularity == "full" and hidden_states.requires_grad
+        start = hidden_states = _Start.apply(hidden_states) if recomputed else hidden_states
         hidden_states = hidden_states + self.self_attention(self.input_layernorm(hidden_states), context)
-        return hidden_states + self.mlp(self.pre_mlp_layernorm(hidden_states), context)
+        output = hidden_states + self.mlp(self.pre_mlp_layernorm(hidden_states), context)
+        return _End.apply(output, start.grad_fn) if recomputed and start.grad_fn is not None else output
+
+
+class _Start(torch.autograd.Function):
+    """Saves an empty tensor, which only ``_End`` reads."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x.new_empty(0))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+class _End(torch.autograd.Function):
+    """The first node of a layer's backward: begins the recompute."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, start: Any) -> Tensor:
+        ctx.start = start
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        _ = ctx.start.saved_tensors
+        return grads[0], None

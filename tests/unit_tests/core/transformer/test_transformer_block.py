@@ -13,6 +13,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.experimental_attention_variant.dsa import LossTracker
 from megatron.core.transformer.experimental_attention_variant.dsa.loss import saves_for_backward
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import build_module
 from tests.unit_tests.core.tiny_model import assert_same_gradients, context_of, gradients, tiny_config
 
@@ -141,6 +142,28 @@ def test_recompute_keeps_the_layers_inputs_alone() -> None:
             model.decoder(torch.randn(18, 32, requires_grad=True), context_of(2, 9))
         saved[granularity] = kept[0]
     assert saved["full"] < 3 * 18 * 32 + 4 * 18 * 32 < saved[None]
+
+
+@pytest.mark.parametrize("shared", [None, 8], ids=["routed", "shared"])
+def test_recompute_begins_before_anything_else_of_a_layers_backward(shared: int | None) -> None:
+    """Whether a rank's rows hold padding must not change what runs first: over ranks, both start collectives."""
+    for packed in (False, True):
+        model = make_model(recompute_granularity="full", moe_shared_expert_intermediate_size=shared)
+        events: list[str] = []
+        moe = next(layer for layer in model.decoder.layers if isinstance(layer.mlp, MoELayer))
+        moe.self_attention.register_forward_pre_hook(lambda *_, e=events: e.append("layer"))
+        for part in (moe.mlp.experts, moe.mlp.router):
+            output = "experts" if part is moe.mlp.experts else "router"
+
+            def watch(_: nn.Module, args: Any, out: Any, e: list[str] = events, name: str = output) -> None:
+                gradient_of = out[0] if name == "experts" else out.scores_TE
+                gradient_of.register_hook(lambda _: e.append(f"gradient of {name}"))
+
+            part.register_forward_hook(watch)
+        loss = run(model, BATCHES[0], packed)
+        events.clear()
+        loss.backward()
+        assert events[0] == "layer" and "gradient of experts" in events and events.count("layer") == 1
 
 
 def test_evaluation_does_not_recompute() -> None:
