@@ -180,6 +180,7 @@ class TransformerConfig:
         self._check_block()
         self._check_numbers()
         self._check_moe()
+        self._check_balance()
         self._check_shared_experts()
         if self.experimental_attention_variant == "dsa":
             self.dsa_config()  # raises on any option that does not fit
@@ -261,6 +262,13 @@ class TransformerConfig:
         if isinstance(freq, int) and freq < 1:
             raise ValueError(f"moe_layer_freq={freq} is not a positive interval: use 1 or more, or a list of 0 and 1.")
         self._check_expert_groups()
+
+    def _check_balance(self) -> None:
+        if self.moe_aux_loss_coeff and self.moe_router_load_balancing_type == "none":
+            raise ValueError(
+                f"moe_aux_loss_coeff={self.moe_aux_loss_coeff} was given, but moe_router_load_balancing_type='none' has "
+                "no balancing loss: set it to 'seq_aux_loss', or the coefficient to 0."
+            )
 
     def _check_shared_experts(self) -> None:
         if self.moe_shared_expert_overlap and not (self.num_moe_experts and self.moe_shared_expert_intermediate_size):

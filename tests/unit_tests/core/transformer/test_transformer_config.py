@@ -53,6 +53,10 @@ GATES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "no experts": (EXPERTS | {"num_moe_experts": 0}, ("num_moe_experts is 0", "positive number")),
     "no experts a token": (EXPERTS | {"moe_router_topk": 0}, ("moe_router_topk is 0", "positive number")),
     "experts without width": (EXPERTS | {"moe_ffn_hidden_size": 0}, ("moe_ffn_hidden_size is 0", "positive number")),
+    "coefficient of no balancing loss": (
+        EXPERTS | {"moe_aux_loss_coeff": 0.01},
+        ("moe_aux_loss_coeff=0.01", "moe_router_load_balancing_type='none'", "'seq_aux_loss', or the coefficient to 0"),
+    ),
     "overlap without shared experts": (
         EXPERTS | {"moe_shared_expert_overlap": True},
         ("moe_shared_expert_overlap=True", "moe_shared_expert_intermediate_size is None", "drop the overlap"),
