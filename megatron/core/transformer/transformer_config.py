@@ -266,8 +266,8 @@ class TransformerConfig:
     def _check_balance(self) -> None:
         if self.moe_aux_loss_coeff and self.moe_router_load_balancing_type == "none":
             raise ValueError(
-                f"moe_aux_loss_coeff={self.moe_aux_loss_coeff} was given, but moe_router_load_balancing_type='none' has "
-                "no balancing loss: set it to 'seq_aux_loss', or the coefficient to 0."
+                f"moe_aux_loss_coeff={self.moe_aux_loss_coeff} was given, but moe_router_load_balancing_type='none' "
+                "has no balancing loss: set it to 'seq_aux_loss', or the coefficient to 0."
             )
 
     def _check_shared_experts(self) -> None:
