@@ -26,9 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.core.tensor_parallel.mappings import all_gather_rows, group_size
+from megatron.core.tensor_parallel.mappings import group_size
 from megatron.core.transformer.experimental_attention_variant.dsa import DSAttention, Layout, Segment
-from megatron.core.transformer.forward_context import ForwardContext
 
 # Logits of this many (row, head, key) triples are held at once: 256 MB in FP32.
 _LOGITS_AT_ONCE = 2**26
@@ -128,19 +127,10 @@ class MassProbe:
         topk = context.topk_cache.get(layer.source_layer)
         if not rows or topk is None:
             return
-        keys = _all_keys(layer, key, context)
+        keys = layer.shards.gather_keys(key.detach().flatten(1), None, context)[0].wait()
         held = held_rows(rows, context.layout)
         total = attention_mass(query.detach(), keys, layer.softmax_scale, topk.indices_TK, held)
         for group in (layer.shards.tp, layer.shards.cp):
             if group_size(group) > 1:
                 dist.all_reduce(total, group=group)
         self.by_layer[layer.layer_number] = total / (len(rows) * group_size(layer.shards.tp))
-
-
-def _all_keys(layer: DSAttention, key: Tensor, context: ForwardContext) -> Tensor:
-    """The latent keys of all rows ``[S, D]``, in global order."""
-    keys = key.detach().flatten(1)
-    if layer.shards.sequence_parallel:
-        keys = all_gather_rows(keys, layer.shards.tp)
-    keys = all_gather_rows(keys, layer.shards.cp)
-    return keys if context.key_order is None else keys[context.key_order[0]]

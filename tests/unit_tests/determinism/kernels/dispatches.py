@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 
-from tests.unit_tests.tree_rules import DSA, KERNEL_PACKAGES, ROOT, FunctionDef
+from tests.unit_tests.tree_rules import DSA, KERNEL_PACKAGES, ROOT, FunctionDef, functions
 
 FOLDERS = ("megatron/core", "megatron/training")
 # Operators that accumulate at indices, or whose backward does; cumulative ones are parallel scans on a GPU, and fused
@@ -79,7 +79,7 @@ def _sources() -> dict[str, str]:
 def _triton_kernels() -> set[str]:
     """Names of all Triton kernels of the tree."""
     trees = [ast.parse(source) for source in _sources().values() if _LAUNCHED in source]
-    jitted = {node.name for tree in trees for _, node in _functions(tree) if _is_jitted(node)}
+    jitted = {node.name for tree in trees for _, node in functions(tree) if _is_jitted(node)}
     return jitted.union(*map(_jitted_by_call, trees))
 
 
@@ -88,7 +88,7 @@ def scan(path: str, source: str) -> dict[str, Found]:
     tree = ast.parse(source)
     jitted, names, code = _jitted_by_call(tree), _names_of(tree), _Code(tree, source)
     found = {}
-    for name, node in [("<module>", tree), *_functions(tree)]:
+    for name, node in [("<module>", tree), *functions(tree)]:
         calls = set(_calls(node, names))
         if isinstance(node, FunctionDef) and (node.name in jitted or _is_jitted(node)):
             calls.add("triton.jit")
@@ -107,7 +107,7 @@ def _names_of(tree: ast.AST) -> _Names:
             _note_packages(node, names)
         elif isinstance(node, ast.ImportFrom):
             _note_names(node, names)
-    for name, node in _functions(tree):
+    for name, node in functions(tree):
         returned = {n.value.id for n in ast.walk(node) if isinstance(n, ast.Return) and isinstance(n.value, ast.Name)}
         if returned & names.namespaces:
             names.namespaces.add(name)
@@ -199,17 +199,6 @@ def _jitted_by_call(tree: ast.AST) -> set[str]:
     return {argument.id for call in calls for argument in call.args if isinstance(argument, ast.Name)}
 
 
-def _functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, FunctionDef]]:
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, FunctionDef):
-            yield prefix + node.name, node
-            yield from _functions(node, f"{prefix}{node.name}.")
-        elif isinstance(node, ast.ClassDef):
-            yield from _functions(node, f"{prefix}{node.name}.")
-        else:
-            yield from _functions(node, prefix)
-
-
 # ---- what its code is ----
 
 
@@ -222,7 +211,7 @@ class _Code:
         for statement in tree.body:
             for name in _bound(statement):
                 self.definitions.setdefault(name, []).append(statement)
-        for name, function in _functions(tree):
+        for name, function in functions(tree):
             if "." in name:
                 self.definitions.setdefault(name, []).append(function)
 

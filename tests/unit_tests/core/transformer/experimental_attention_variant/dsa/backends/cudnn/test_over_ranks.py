@@ -20,21 +20,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel.layers import ReplicatedLinear
 from megatron.core.transformer.experimental_attention_variant.dsa import (
-    DSAIndexer,
-    DSAIndexerSubmodules,
     DSAttention,
-    DSAttentionSubmodules,
     LossTracker,
     record_topk,
 )
 from megatron.core.transformer.experimental_attention_variant.dsa.backends.cudnn import CudnnBackend
 from megatron.core.transformer.experimental_attention_variant.dsa.context import ForwardContext
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from tests.ranks import run_on_ranks
 
+from ...test_parallel import make_module as build_drawn
 from .. import emulator
 from ..cases import LATENT, LOSSES, WIDTH, relative_error
 
@@ -113,14 +109,7 @@ def make_module(case: Case, ranks: int, group: dist.ProcessGroup | None) -> DSAt
         context_parallel_size=ranks,
         cp_comm_type="allgather",
     )
-    torch.manual_seed(7)
-    linears = DSAIndexerSubmodules(ReplicatedLinear, ReplicatedLinear, None, ReplicatedLinear)
-    submodules = DSAttentionSubmodules(indexer=ModuleSpec(DSAIndexer, submodules=linears))
-    groups = SimpleNamespace(tp=None, cp=group)
-    module = DSAttention(config, submodules, layer_number=1, pg_collection=groups)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(torch.randn(parameter.shape) * 0.5)
+    module = build_drawn(config, SimpleNamespace(tp=None, cp=group))
     if case.backend == "cudnn":  # a module that is built with it asks for its device
         module.backend = CudnnBackend(module.dsa)
     return module
