@@ -50,7 +50,8 @@ class ForwardContext:
         """Context of ``[batch, length]`` tokens, or of one packed row (``batch`` must be 1 then).
 
         With context parallelism ``length`` counts this rank's zigzag rows, and ``packed_seq_params`` describes the
-        whole row, which all ranks of ``cp_group`` share.
+        whole row, which all ranks of ``cp_group`` share. Megatron's own ``PackedSeqParams``, which has no host offsets,
+        is read from the device. ``losses`` without a normalizer gets the valid rows of all ranks of ``cp_group``.
 
         Raises:
             ValueError: the packed offsets do not cover the row, or do not split over ``cp_group``.
@@ -59,7 +60,7 @@ class ForwardContext:
         if packed_seq_params is None:
             offsets = padded = tuple(i * length * cp_size for i in range(batch + 1))
         else:
-            offsets, padded = packed_seq_params.offsets, packed_seq_params.padded_offsets or packed_seq_params.offsets
+            offsets, padded = _offsets(packed_seq_params)
         layout = Layout.zigzag(offsets, cp_size, group_rank(cp_group), padded)
         if layout.num_rows != batch * length or (packed_seq_params is not None and batch != 1):
             raise ValueError(
@@ -67,7 +68,18 @@ class ForwardContext:
                 f"{length}]: flatten the batch into one packed row, and let the offsets reach its end."
             )
         key_order = zigzag_key_order(padded, cp_size, device)
-        return cls(layout, positions(layout, device), TopKCache(), losses or LossTracker(), key_order)
+        losses = losses or LossTracker()
+        losses.normalizer = losses.normalizer or float(max(offsets[-1], 1))
+        return cls(layout, positions(layout, device), TopKCache(), losses, key_order)
+
+
+def _offsets(packed: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Real and padded cumulative lengths of the documents in one packed row."""
+    if getattr(packed, "offsets", None) is not None:
+        return packed.offsets, packed.padded_offsets or packed.offsets
+    real, padded = packed.cu_seqlens_q, packed.cu_seqlens_q_padded
+    offsets = tuple(real.tolist())
+    return offsets, offsets if padded is None else tuple(padded.tolist())
 
 
 class TokenMajor(NamedTuple):
@@ -108,7 +120,8 @@ def to_token_major(query: Tensor, key: Tensor, x: Tensor | None, qr: Tensor | No
     """Megatron's ``[s, b, ...]`` as batch-major rows (a view where ``b`` is 1); token-major operands as they are.
 
     Raises:
-        ValueError: the indexer's inputs are missing.
+        ValueError: the indexer's inputs are missing, or sequence parallelism cut ``[s, b, ...]`` into rows that do not
+            follow one another.
     """
     if x is None or qr is None:
         raise ValueError(
@@ -117,6 +130,11 @@ def to_token_major(query: Tensor, key: Tensor, x: Tensor | None, qr: Tensor | No
         )
     if query.dim() == 3:
         return TokenMajor(query, _rows(key), _rows(x), _rows(qr), None)
+    if query.shape[1] > 1 and key.shape[0] != query.shape[0]:
+        raise ValueError(
+            f"DSAttention got {query.shape[1]} sequences of {query.shape[0]} tokens and {key.shape[0]} of them under "
+            "sequence parallelism, which cuts rows across sequences: use a micro-batch of 1, or one packed row."
+        )
     return TokenMajor(query.transpose(0, 1).flatten(0, 1), _rows(key), _rows(x), _rows(qr), query.shape[1])
 
 

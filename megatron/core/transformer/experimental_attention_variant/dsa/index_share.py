@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol, cast
 
+import torch
 from torch import nn
 
 from .backends.protocol import TopK
@@ -139,13 +140,23 @@ def remembered(layer: _Selecting, context: ForwardContext) -> TopK | None:
 
 
 def remember(layer: _Selecting, context: ForwardContext, topk: TopK) -> TopK:
-    """Keep what ``layer`` attends to, once a pass, for sharing, recompute and the recorder; returned without scores."""
+    """Keep what ``layer`` attends to, once a pass, for sharing, recompute and the recorder; returned without scores.
+
+    A record outlives the pass: one made in inference mode can be replayed in training.
+    """
     topk = topk._replace(scores_TK=None)
     if layer.indexer is not None and context.topk_cache.get(layer.layer_number) is None:
         context.topk_cache.put(layer.layer_number, topk)
         if layer.recorder is not None:
-            layer.recorder[layer.layer_number] = topk
+            layer.recorder[layer.layer_number] = _outside_inference(topk)
     return topk
+
+
+def _outside_inference(topk: TopK) -> TopK:
+    if not topk.indices_TK.is_inference():
+        return topk
+    with torch.inference_mode(False):  # autograd refuses to save tensors of inference mode
+        return TopK(topk.indices_TK.clone(), topk.length_T.clone(), None)
 
 
 def _require_layers(model: nn.Module) -> dict[int, _Selecting]:

@@ -8,8 +8,9 @@ built.
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from megatron.core.transformer.experimental_attention_variant.dsa import (
     DSAttention,
     DSAttentionSubmodules,
     Layout,
+    LossTracker,
     reference,
 )
 from megatron.core.transformer.forward_context import ForwardContext
@@ -160,6 +162,54 @@ def test_a_layer_copies_after_use() -> None:
 def test_the_context_is_made_where_none_is_given() -> None:
     context = ForwardContext.build(2, 5, None, "cpu")
     assert context.layout == Layout.causal(2, 5) and context.positions_T.tolist() == [*range(5), *range(5)]
-    assert context.topk_cache.get(1) is None and context.losses.normalizer is None
+    assert context.topk_cache.get(1) is None and context.losses.normalizer == 10
     packed = ForwardContext.build(1, 16, PackedSeqParams.from_offsets((0, 5, 12), (0, 8, 16)), "cpu")
     assert packed.layout == Layout.packed((0, 5, 12), (0, 8, 16))
+    assert packed.losses.normalizer == 12, "valid rows"
+    assert ForwardContext.build(1, 4, PackedSeqParams.from_offsets((0, 0), (0, 4)), "cpu").losses.normalizer == 1
+    given = ForwardContext.build(2, 5, None, "cpu", LossTracker(normalizer=3.0))
+    assert given.losses.normalizer == 3
+
+
+class Ranks(NamedTuple):
+    """A process group, as far as a context looks at one."""
+
+    number: int
+
+    def size(self) -> int:
+        return 2
+
+    def rank(self) -> int:
+        return self.number
+
+
+def test_ranks_of_one_microbatch_divide_by_the_same_rows() -> None:
+    """So their gradients add up to those of one process, however unequal their own valid rows are."""
+    packed = PackedSeqParams.from_offsets((0, 3), (0, 8))
+    contexts = [ForwardContext.build(1, 4, packed, "cpu", cp_group=Ranks(number)) for number in (0, 1)]
+    assert [context.layout.num_valid_rows for context in contexts] == [2, 1]
+    assert [context.losses.normalizer for context in contexts] == [3, 3]
+
+
+@dataclass
+class ForeignPacking:
+    """Megatron-LM's parameters: offsets on the device alone."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_q_padded: Tensor | None = None
+
+
+def test_the_offsets_of_megatrons_own_packing_are_read() -> None:
+    real, padded = torch.tensor([0, 5, 12], dtype=torch.int32), torch.tensor([0, 8, 16], dtype=torch.int32)
+    context = ForwardContext.build(1, 16, ForeignPacking(real, padded), "cpu")
+    assert context.layout == Layout.packed((0, 5, 12), (0, 8, 16))
+    assert ForwardContext.build(1, 12, ForeignPacking(real), "cpu").layout == Layout.packed((0, 5, 12))
+
+
+def test_several_sequences_under_sequence_parallelism_are_refused() -> None:
+    """Half of the rows of two sequences are no half of batch-major rows."""
+    attention, x = build_attention(model_config()), layer_inputs(8)
+    query, rest = x.query.unflatten(0, (4, 2)), [t[:4].unflatten(0, (2, 2)) for t in (x.key, x.x, x.qr)]
+    message = "^DSAttention got 2 sequences of 4 tokens and 2 of them .* use a micro-batch of 1, or one packed row.$"
+    with pytest.raises(ValueError, match=message):
+        attention(query, rest[0].unsqueeze(2), x=rest[1], qr=rest[2])

@@ -51,6 +51,16 @@ def test_the_recorder_holds_what_each_layer_selected() -> None:
         )
 
 
+def test_keys_of_an_inference_pass_can_train() -> None:
+    """Autograd refuses to save tensors that inference mode made, as some backends do with the ids."""
+    model, layout = Model(), LAYOUTS["packed"]
+    with torch.inference_mode(), record_topk(model) as record:
+        model(microbatch(0), context_for(layout))
+    assert not any(x.is_inference() for topk in record.values() for x in topk[:2])
+    with replay_topk(model, record):
+        model(microbatch(0), context_for(layout)).sum().backward()
+
+
 def test_a_later_pass_replaces_entries_and_the_block_ends() -> None:
     model, layout = Model(), LAYOUTS["batch"]
     records = []
