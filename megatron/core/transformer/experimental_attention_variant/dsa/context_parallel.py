@@ -19,6 +19,7 @@ Slices are contiguous, so causal documents give the later ranks more keys to sco
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -79,6 +80,10 @@ class RowShards:
         """This rank's rows of the indexer, as a half-open range of ``layout``'s rows."""
         return own_rows(layout.num_rows, self.tp)
 
+    def own_layout(self, layout: Layout) -> Layout:
+        """Those rows, over the same keys."""
+        return _slice_once(layout, *self.own(layout))
+
     def own_inputs(self, rows: TokenMajor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
         """The indexer's inputs of this rank's own rows, without gradients: x, query latent, positions."""
         start, stop = self.own(context.layout)
@@ -133,6 +138,12 @@ class KeysInFlight:
         """The keys, in global order."""
         gathered_SD = self._rows.wait()
         return gathered_SD if self._order is None else _permute(gathered_SD, *self._order)
+
+
+@lru_cache(maxsize=4)
+def _slice_once(layout: Layout, start: int, stop: int) -> Layout:
+    """One layout for all layers of a microbatch: views are found sooner by the same object than by an equal one."""
+    return layout.slice_rows(start, stop)
 
 
 def pairs_by_rank(layout: Layout, ranks: int) -> tuple[int, ...]:

@@ -15,14 +15,16 @@ Left out: general attention masks. What a segment cannot say (left padding, pref
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-_CACHED_VIEWS = 64
+# Of a few microbatches; what is kept is device memory.
+_CACHED_VIEWS = 16
+_CACHED_ORDERS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +58,14 @@ class Layout:
     num_rows: int
     num_keys: int
     segments: tuple[Segment, ...]
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def __post_init__(self) -> None:
+        # Every layer looks views up by layout, and a packed row has thousands of segments: hash them once.
+        object.__setattr__(self, "_hash", hash((self.num_rows, self.num_keys, self.segments)))
         if self.num_keys < 0:
             raise ValueError(f"The layout has {self.num_keys} keys; give it 0 or more.")
         row = 0
@@ -108,6 +116,8 @@ class Layout:
 
     def slice_rows(self, start: int, stop: int) -> Layout:
         """Rows ``[start, stop)`` over the same keys; rows are renumbered from 0."""
+        if (start, stop) == (0, self.num_rows):
+            return self
         if not 0 <= start <= stop <= self.num_rows:
             raise ValueError(f"Rows [{start}, {stop}) were asked of a layout of {self.num_rows}; stay inside it.")
         clipped = []
@@ -202,7 +212,7 @@ def _visible_keys(layout: Layout, device: torch.device) -> Tensor:
     return send(seen, device)
 
 
-@lru_cache(maxsize=_CACHED_VIEWS)
+@lru_cache(maxsize=_CACHED_ORDERS)
 @torch.inference_mode(False)
 def _zigzag_key_order(padded: tuple[int, ...], cp_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     held = []

@@ -307,3 +307,22 @@ def test_every_view_has_a_user_and_pinned_copies_have_one_place() -> None:
     others = {path: calls_in(path) for path in own.parent.rglob("*.py") if path != own}
     assert {name for name in functions if name[0] != "_"} <= set().union(*others.values())
     assert not any("pin_memory" in calls for calls in others.values())
+
+
+def test_a_layout_is_its_own_whole_slice_and_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of segments are looked up by every layer."""
+    layout, equal = (Layout.packed(tuple(range(0, 50, 5))) for _ in range(2))
+    assert layout.slice_rows(0, layout.num_rows) is layout
+    assert layout == equal and hash(layout) == hash(equal) != hash(Layout.packed((0, 45)))
+    monkeypatch.setattr(Segment, "__hash__", None)
+    assert hash(layout) == hash(equal)
+
+
+def test_views_of_dead_layouts_are_let_go() -> None:
+    """They are device memory: those of a few microbatches are kept."""
+    first = Layout.packed((0, 7))
+    kept = row_bounds(first, "cpu")[0]
+    assert row_bounds(first, "cpu")[0] is kept
+    for length in range(8, 40):
+        row_bounds(Layout.packed((0, length)), "cpu")
+    assert row_bounds(first, "cpu")[0] is not kept

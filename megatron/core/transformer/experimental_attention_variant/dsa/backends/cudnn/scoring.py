@@ -39,7 +39,9 @@ BYTE_BUDGET = 2 * 2**30
 _FREE_CELLS = 2**20
 _ROW_MULTIPLE = 64
 _KEY_MULTIPLE = 8
-_CACHED_PLANS = 256
+# A plan may hold gathered key ids, device memory; the calls of a dense chunk hold a few numbers each.
+_CACHED_PLANS = 8
+_CACHED_CALLS = 256
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +109,7 @@ def plan(layout: Layout, device: torch.device, byte_budget: int) -> Plan:
     )
 
 
-@lru_cache(maxsize=_CACHED_PLANS)
+@lru_cache(maxsize=_CACHED_CALLS)
 @torch.inference_mode(False)
 def segment_calls(layout: Layout, device: torch.device) -> tuple[Call, ...]:
     """One call for each segment, as wide as its last row sees."""
