@@ -12,7 +12,7 @@ from megatron.core.models.gpt import GPTModel, build_gpt_model
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.experimental_attention_variant.dsa import LossTracker
-from megatron.core.transformer.experimental_attention_variant.dsa.loss import saves_for_backward
+from megatron.core.transformer.experimental_attention_variant.dsa.loss import recomputed_later
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import build_module
 from tests.unit_tests.core.tiny_model import assert_same_gradients, context_of, gradients, tiny_config
@@ -101,15 +101,15 @@ def test_an_evaluation_between_forward_and_backward_leaves_no_trace() -> None:
     assert torch.equal(found[0][1], found[1][1])
 
 
-@pytest.mark.parametrize(("granularity", "saving"), [(None, [True]), ("full", [False, True])], ids=["kept", "full"])
-def test_the_first_pass_knows_that_nobody_reads_what_it_saves(granularity: str | None, saving: list[bool]) -> None:
+@pytest.mark.parametrize(("granularity", "again"), [(None, [False]), ("full", [True, False])], ids=["kept", "full"])
+def test_the_first_pass_knows_that_nobody_reads_what_it_saves(granularity: str | None, again: list[bool]) -> None:
     """In every layer; outside, and in evaluation, nothing is different afterwards."""
     model = make_model(recompute_granularity=granularity)
     seen: list[list[bool]] = [[] for _ in model.decoder.layers]
     for layer, passes in zip(model.decoder.layers, seen, strict=True):
-        layer.register_forward_pre_hook(lambda module, args, passes=passes: passes.append(saves_for_backward()))
+        layer.register_forward_pre_hook(lambda module, args, passes=passes: passes.append(recomputed_later()))
     run(model, BATCHES[0], packed=False).backward()
-    assert seen == [saving] * len(seen) and saves_for_backward()
+    assert seen == [again] * len(seen) and not recomputed_later()
 
 
 @pytest.mark.parametrize(("granularity", "calls"), [(None, 1), ("full", 2)])

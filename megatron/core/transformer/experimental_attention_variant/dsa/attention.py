@@ -98,11 +98,10 @@ class DSAttention(nn.Module):
 
     def _select(self, topk: TopK | None, operands: IndexerInputs | None, context: ForwardContext) -> tuple[TopK, TopK]:
         """The keys of this rank's own rows, with scores where they are selected here, and those of all its rows."""
-        own_rows = self.shards.own(context.layout)
         if topk is not None:
-            return topk.rows(*own_rows), remember(self, context, topk)
+            return topk.rows(*self.shards.own(context.layout)), remember(self, context, topk)
         assert operands is not None
-        own = self.backend.select(operands, context.layout.slice_rows(*own_rows), self.dsa.topk)
+        own = self.backend.select(operands, self.shards.own_layout(context.layout), self.dsa.topk)
         return own, remember(self, context, self.shards.gather_topk(own))
 
     # fmt: off
@@ -111,7 +110,7 @@ class DSAttention(nn.Module):
         # fmt: on
         """The scaled KL loss of this rank's own rows; the attention's operands are its constant teacher."""
         layout, dense = context.layout, not self.dsa.use_sparse_loss
-        own_layout = layout.slice_rows(*self.shards.own(layout))
+        own_layout = self.shards.own_layout(layout)
         chunks = self.backend.teacher(attention.detach(), attended.detach(), topk, layout, dense)
         targets = (self.shards.reduce_target(chunk) for chunk in chunks)
         kl_sum = self.backend.indexer_loss(operands, targets, own, own_layout, dense)

@@ -10,10 +10,10 @@ and gradients are only ever summed over microbatches and ranks. ``normalizer`` i
 with ``calculate_per_token_loss``; else the valid rows of the microbatch over its context-parallel ranks, times the
 microbatches, times the data-parallel ranks. ``grad_scale`` is whatever multiplies the main loss (a loss scaler).
 
-Logging keeps one detached KL sum a layer; a recomputed forward writes the same entry again, so it counts once.
+Logging keeps one detached KL sum a layer, of the pass that backward reads: a recomputed forward counts once.
 
-A dense loss computes its gradients in forward. Where that forward is recomputed, autograd drops what the first pass
-saves, so the first pass need not compute it, if whoever checkpoints says so with ``recompute_contexts``.
+Where a forward pass is recomputed, autograd drops what the first pass saves, so kernels need neither its teacher nor
+its loss, if whoever checkpoints says so with ``recompute_contexts``.
 """
 
 from __future__ import annotations
@@ -42,16 +42,17 @@ def _first_pass() -> Iterator[None]:
         _recomputed_later.reset(token)
 
 
-def saves_for_backward() -> bool:
-    """Whether backward may read what a forward pass saves here and now."""
-    return torch.is_grad_enabled() and not _recomputed_later.get()
+def recomputed_later() -> bool:
+    """Whether this forward pass will run again before backward, which reads nothing of what this one saves."""
+    return _recomputed_later.get()
 
 
 class LossTracker:
     """Side losses of one microbatch: what they are scaled by, and what each layer's came to.
 
     Args:
-        normalizer: what KL sums are divided by; None means the valid rows of each call's layout.
+        normalizer: what KL sums are divided by; None means the microbatch's valid rows over its context-parallel ranks
+            (``ForwardContext.build`` counts them).
         grad_scale: factor of the main loss that side losses must follow, a number or an FP32 scalar tensor.
 
     Attributes:
@@ -72,9 +73,10 @@ class LossTracker:
         self.expert_loads: dict[int, Tensor] = {}
 
     def record(self, layer_number: int, kl_sum: Tensor, rows: int) -> None:
-        """Keep a layer's KL sum for logging."""
-        self.kl_sums[layer_number] = kl_sum.detach()
-        self.rows[layer_number] = rows
+        """Keep a layer's KL sum for logging, unless it will be recomputed; in order of layers, whichever ran first."""
+        if not recomputed_later():
+            self.kl_sums = dict(sorted((self.kl_sums | {layer_number: kl_sum.detach()}).items()))
+            self.rows[layer_number] = rows
 
     def scale(self, rows: int) -> float | Tensor:
         """Factor on a KL sum over ``rows`` valid rows, without the coefficient."""

@@ -153,7 +153,10 @@ class Backend(Protocol):
         ...
 
     def select(self, indexer: IndexerInputs, layout: Layout, k: int) -> TopK:
-        """The ``k`` best-scored visible keys of each row; ties go to the lowest id."""
+        """The ``k`` best-scored visible keys of each row; ties go to the lowest id.
+
+        Scores may be left out where no loss will read them.
+        """
         ...
 
     def attend(self, attention: AttentionInputs, topk: TopK, layout: Layout) -> Attended:
@@ -173,6 +176,7 @@ class Backend(Protocol):
 
         ``indexer``, ``topk`` and ``layout`` are those of one rank's own rows, which the targets' ``rows`` count, and
         the targets are summed over all heads. They come one at a time and are read once, since a dense one is as wide
-        as the keys. The loss reaches ``indexer`` also where no row is valid: other ranks await its gradients.
+        as the keys. The loss reaches ``indexer`` also where no row is valid: other ranks await its gradients. Its value
+        may be left out where the pass will be recomputed (``loss.recomputed_later``), and the targets unread.
         """
         ...

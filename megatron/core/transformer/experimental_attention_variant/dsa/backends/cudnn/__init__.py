@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...config import DSAConfig
 from ...layout import Layout
+from ...loss import recomputed_later
 from ..protocol import Attended, AttentionInputs, IndexerInputs, TeacherChunk, TopK
 from . import capability, loss, topk
 from .attention import attend
@@ -36,10 +37,11 @@ class CudnnBackend:
         """See ``capability.py``."""
         return capability.unsupported(config, device)
 
-    @torch.no_grad()
     def select(self, indexer: IndexerInputs, layout: Layout, k: int) -> TopK:
-        with_scores = self.config.loss_enabled and self.config.use_sparse_loss
-        return topk.select(scoring_operands(indexer, self.config), layout, k, with_scores, self.byte_budget)
+        trains = self.config.loss_enabled and torch.is_grad_enabled() and not recomputed_later()
+        with torch.no_grad():
+            operands = scoring_operands(indexer, self.config)
+            return topk.select(operands, layout, k, trains and self.config.use_sparse_loss, self.byte_budget)
 
     def attend(self, attention: AttentionInputs, topk: TopK, layout: Layout) -> Attended:
         return attend(attention, topk, self.config.kv_lora_rank)
@@ -57,6 +59,8 @@ class CudnnBackend:
     def indexer_loss(
         self, indexer: IndexerInputs, targets: Iterable[TeacherChunk], topk: TopK, layout: Layout, dense: bool
     ) -> Tensor:
+        if recomputed_later():
+            return loss.no_loss(indexer, topk, dense)
         if dense:
             return loss.dense_loss(indexer, targets, layout)
         (target,) = targets

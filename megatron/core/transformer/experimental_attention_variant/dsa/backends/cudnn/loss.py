@@ -4,12 +4,14 @@ Legend: T rows, S keys, H attention heads, I indexer heads, D head width, K sele
 that a chunk can see.
 
 Sparse: the teacher is recomputed from the forward's lse, in one chunk; the loss reads the selected scores that
-selection kept; gradients are computed in backward from saved operands, so activation recompute runs the costly kernel
-once. Where no scores were kept (replay), the given ids are scored first.
+selection kept; gradients are computed in backward from saved operands. Where no scores were kept (replay, recompute),
+the given ids are scored first.
 
 Dense: the matrices are S x S, so a chunk's gradients are computed where its matrices exist, in forward, into one buffer
-for all chunks, and only scaled in backward. A pass that will be recomputed leaves them zero: nobody reads what it
-saves. Chunks stay within half of the byte budget. Every segment is a call of its own with its causal offset, over the
+for all chunks, and only scaled in backward.
+
+A pass that will be recomputed runs none of it: its loss is a placeholder that saves as many tensors, of the same
+shapes, which is all that autograd compares. Chunks of the dense loss stay within half of the byte budget. Every segment is a call of its own with its causal offset, over the
 keys that its last row sees, so keys of padding and of other documents are never read. Scores go by row lengths
 everywhere, so what the scoring kernel leaks past a row's end reaches nothing.
 
@@ -26,7 +28,6 @@ import torch
 from torch import Tensor
 
 from ...layout import Layout, Segment
-from ...loss import saves_for_backward
 from ...reference import LOG_PREDICTION_FLOOR
 from ..protocol import Attended, AttentionInputs, IndexerInputs, TeacherChunk, TopK
 from . import frontend
@@ -66,8 +67,15 @@ def sparse_loss(indexer: IndexerInputs, target: TeacherChunk, topk: TopK, scores
 
 def dense_loss(indexer: IndexerInputs, targets: Iterable[TeacherChunk], layout: Layout) -> Tensor:
     """KL sum over all visible keys of the targets' rows. The kernels may overwrite the targets."""
-    frozen = _Visible(targets, layout, torch.is_grad_enabled(), saves_for_backward())
+    frozen = _Visible(targets, layout, torch.is_grad_enabled())
     loss: Tensor = _DenseLoss.apply(indexer.q_TID, indexer.k_SD, indexer.w_TI, frozen)  # type: ignore[no-untyped-call]
+    return loss
+
+
+def no_loss(indexer: IndexerInputs, topk: TopK, dense: bool) -> Tensor:
+    """Zero, in place of a loss that will be recomputed."""
+    later = _DenseLater if dense else _SparseLater
+    loss: Tensor = later.apply(indexer.q_TID, indexer.k_SD, indexer.w_TI, topk)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -82,7 +90,6 @@ class _Visible(NamedTuple):
     targets: Iterable[TeacherChunk]
     layout: Layout
     with_grads: bool
-    filled: bool
 
 
 class _SparseLoss(torch.autograd.Function):
@@ -128,7 +135,7 @@ class _DenseLoss(torch.autograd.Function):
         for target in frozen.targets:
             rows = slice(*target.rows)
             part = None
-            if grads is not None and frozen.filled:
+            if grads is not None:
                 part = frontend.IndexerGrads(grads.dq_RID[rows], grads.dw_RI[rows], grads.dk_SD)
             loss += _dense_chunk(operands.rows(*target.rows), target, frozen.layout.slice_rows(*target.rows), part)
         if grads is not None:
@@ -142,6 +149,28 @@ class _DenseLoss(torch.autograd.Function):
         q_dtype, k_dtype, w_dtype = ctx.dtypes
         scaled = (dq_TID * grads[0]).to(q_dtype), (dk_SD * grads[0]).to(k_dtype), (dw_TI * grads[0]).to(w_dtype)
         return *scaled, None
+
+
+class _SparseLater(_SparseLoss):
+    """First pass of two: this graph's backward reads what the second pass saves. Zeros stand for it without memory."""
+
+    @staticmethod
+    def forward(ctx: Any, q_TID: Tensor, k_SD: Tensor, w_TI: Tensor, topk: TopK) -> Tensor:  # type: ignore[override]
+        zero = torch.zeros((), dtype=torch.float32, device=q_TID.device)
+        matrix, column = zero.expand(topk.indices_TK.shape), zero.expand(topk.length_T.shape)
+        ctx.save_for_backward(q_TID, k_SD, w_TI, matrix, matrix, topk.indices_TK, topk.length_T, column, column)
+        return zero.clone()
+
+
+class _DenseLater(_DenseLoss):
+    """The same for the dense loss."""
+
+    @staticmethod
+    def forward(ctx: Any, q_TID: Tensor, k_SD: Tensor, w_TI: Tensor, topk: TopK) -> Tensor:  # type: ignore[override]
+        zero = torch.zeros((), dtype=torch.float32, device=q_TID.device)
+        ctx.save_for_backward(zero.bfloat16().expand_as(q_TID), zero.expand_as(w_TI), zero.expand_as(k_SD))
+        ctx.dtypes = q_TID.dtype, k_SD.dtype, w_TI.dtype
+        return zero.clone()
 
 
 def _zero_grads(operands: IndexerInputs) -> frontend.IndexerGrads:

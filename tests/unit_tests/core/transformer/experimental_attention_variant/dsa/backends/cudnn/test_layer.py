@@ -109,7 +109,7 @@ def test_the_normalizer_scales_the_indexer_alone(sparse: bool, stage: Stage) -> 
 @pytest.mark.parametrize("told", [True, False], ids=["told", "not told"])
 @pytest.mark.parametrize("sparse", [True, False], ids=["sparse", "dense"])
 def test_recompute_changes_nothing_and_selects_once(sparse: bool, told: bool, stage: Stage) -> None:
-    """The dense loss makes its gradients in forward, and once where the first pass knows that it is the first."""
+    """Where the first pass knows that it is the first, teacher and loss run in the second alone."""
     kept = step([build(stage, use_sparse_loss=sparse)], stage)
     if stage.emulator is not None:
         stage.emulator.calls.clear()
@@ -120,7 +120,12 @@ def test_recompute_changes_nothing_and_selects_once(sparse: bool, told: bool, st
         calls = stage.emulator.calls
         assert calls["indexer_top_k"] == 1 and calls["flash_mla"] == 2 and calls["sparse_backward"] == 1
         assert calls["indexer_backward"] == int(sparse)
-        assert calls["dense_indexer_backward"] == (0 if sparse else len(LAYOUT.segments) * (1 if told else 2))
+        passes = 1 if told else 2
+        assert calls["sparse_target"] == (passes if sparse else 0)
+        for name in ("dense_target", "dense_indexer_backward"):
+            assert calls[name] == (0 if sparse else len(LAYOUT.segments) * passes)
+        # The dense loss scores its own chunks; the sparse one scores the selected keys again in the second pass.
+        assert calls["indexer_forward"] == 1 + (1 if sparse else len(LAYOUT.segments) * passes)
 
 
 def test_shared_layers_attend_to_the_same_keys(stage: Stage) -> None:
