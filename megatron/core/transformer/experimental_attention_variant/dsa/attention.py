@@ -90,7 +90,7 @@ class DSAttention(nn.Module):
         attention = AttentionInputs(rows.q_THD, kv.wait(), self.softmax_scale)
         out_THV, _ = attended = self.backend.attend(attention, topk, context.layout)
         if trains and operands is not None:
-            loss = self._indexer_loss(operands.with_fp32_keys(), attention, attended, own, topk, context)
+            loss = self._indexer_loss(operands, attention, attended, own, topk, context)
             out_THV = attach_loss(out_THV, loss)
         if up_v_weight is not None:
             out_THV = torch.einsum("thc,hvc->thv", out_THV, up_v_weight)

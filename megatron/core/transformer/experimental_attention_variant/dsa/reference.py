@@ -115,7 +115,7 @@ class ReferenceBackend:
         return TopK(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
     def attend(self, attention: AttentionInputs, topk: TopK, layout: Layout) -> Attended:
-        parts = []
+        parts, attention = [], attention.with_fp32_keys()
         for start, stop in _chunks(layout, attention.q_THD.shape[1]):
             keys = layout.slice_rows(start, stop).key_range
             chosen = selected_mask(_local(topk, (start, stop), keys), keys[1] - keys[0])
@@ -144,7 +144,7 @@ class ReferenceBackend:
     def indexer_loss(
         self, indexer: IndexerInputs, targets: Iterable[TeacherChunk], topk: TopK, layout: Layout, dense: bool
     ) -> Tensor:
-        total = indexer.w_TI.new_zeros(())
+        indexer, total = indexer.with_fp32_keys(), indexer.w_TI.new_zeros(())
         for target in targets:
             at = target.rows
             total = total + self._chunk_loss(indexer.rows(*at), target, topk.rows(*at), layout.slice_rows(*at), dense)
@@ -198,15 +198,15 @@ def _chunks(layout: Layout, heads: int) -> Iterator[tuple[int, int]]:
     step = max(1, min(_CHUNK_ROWS, _CHUNK_CELLS // max(heads * layout.num_keys, 1)))
     # Padding after a document counts with it.
     stops = [*(segment.row_start for segment in layout.segments[1:]), layout.num_rows]
-    start = document = 0
+    start = boundary = 0
     for stop in stops:
-        if stop - start > step and document > start:
-            yield start, document
-            start = document
+        if stop - start > step and boundary > start:
+            yield start, boundary
+            start = boundary
         while stop - start > step:
             yield start, start + step
             start += step
-        document = stop
+        boundary = stop
     yield start, layout.num_rows
 
 

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from ..layout import Layout
 
 
+def _at_least_fp32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 @dataclass(frozen=True, eq=False)
 class IndexerInputs:
     """Operands of the lightning indexer.
@@ -48,8 +52,7 @@ class IndexerInputs:
 
     def with_fp32_keys(self) -> IndexerInputs:
         """The same numbers, whose keys add up the gradients of many chunks in FP32 (FP64 keys stay so)."""
-        wide = torch.promote_types(self.k_SD.dtype, torch.float32)
-        return IndexerInputs(self.q_TID, self.k_SD.to(wide), self.w_TI)
+        return IndexerInputs(self.q_TID, _at_least_fp32(self.k_SD), self.w_TI)
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,6 +89,10 @@ class AttentionInputs:
     q_THD: Tensor
     kv_SD: Tensor
     scale: float
+
+    def with_fp32_keys(self) -> AttentionInputs:
+        """The same numbers, whose keys add up the gradients of many chunks in FP32 (FP64 keys stay so)."""
+        return AttentionInputs(self.q_THD, _at_least_fp32(self.kv_SD), self.scale)
 
     def detach(self) -> AttentionInputs:
         """The same operands as constants."""
