@@ -30,7 +30,7 @@ from megatron.training.ranks import rank, world_size
 from megatron.training.sharding import ShardedCompute, materialize, shard_model
 from megatron.training.step import Engine
 from megatron.training.tokenizer import Tokenizer
-from megatron.training.validate import require_memory
+from megatron.training.validate import require_kernels, require_memory
 
 # Groups of options that decide what is learned; the others may differ from start to start.
 _COMPARED_GROUPS = ("model", "data", "optimizer", "training")
@@ -76,6 +76,7 @@ def prepare(config: PretrainConfig, tokenizer: Tokenizer, device: torch.device) 
     if datasets[0] is None and not config.training.skip_train:
         raise ValueError("The training set is empty: give it a share of --split, or name --train-data-path.")
     sizes = ParallelSizes.of(config.model, world_size())
+    require_kernels(config.model, device)
     require_memory(config.model, device, sizes)
     torch.manual_seed(config.data.seed)
     groups = build_process_groups(sizes, device.type)

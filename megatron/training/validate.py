@@ -13,6 +13,7 @@ import torch
 
 from megatron.core.models.gpt.gpt_builder import build_gpt_model
 from megatron.core.parallel_state import ParallelSizes
+from megatron.core.transformer.experimental_attention_variant.dsa.backends import resolve
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.training.arguments import PretrainConfig
 from megatron.training.config import OptimizerConfig, TrainingConfig
@@ -96,6 +97,18 @@ def device_of(config: PretrainConfig) -> torch.device:
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def require_kernels(model: MLATransformerConfig, device: torch.device) -> None:
+    """Ask the DSA backend about the device of this run, which need not be the one that PyTorch would choose.
+
+    Raises:
+        ValueError: it cannot run this configuration there.
+    """
+    if model.experimental_attention_variant == "dsa":
+        dsa = model.dsa_config()
+        if reason := resolve(dsa.kernel_backend).unsupported(dsa, device):
+            raise ValueError(reason)
 
 
 def require_memory(model: MLATransformerConfig, device: torch.device, sizes: ParallelSizes | None = None) -> None:

@@ -8,7 +8,7 @@ import torch
 from megatron.core.models.gpt import get_preset
 from megatron.core.parallel_state import ParallelSizes
 from megatron.training.arguments import PretrainConfig, parse_args
-from megatron.training.validate import complete, device_of, require_memory, require_parallel
+from megatron.training.validate import complete, device_of, require_kernels, require_memory, require_parallel
 from tests.unit_tests.training.models import CONFIG
 
 RUN = (
@@ -107,3 +107,13 @@ def test_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert device_of(parsed()) == torch.device("cuda", 3)
     assert device_of(parsed("--device", "cpu")) == torch.device("cpu")
+
+
+def test_kernels_are_asked_about_the_device_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``--device cpu`` on a machine with a GPU: the GPU's answer would let it die inside a kernel."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    shape = {"kv_lora_rank": 512, "qk_pos_emb_head_dim": 64, "dsa_indexer_head_dim": 128}
+    model = dataclasses.replace(CONFIG, dsa_kernel_backend="cudnn", dsa_indexer_scoring_precision="bf16", **shape)
+    with pytest.raises(ValueError, match="^dsa_kernel_backend='cudnn' runs on CUDA devices .* built on cpu: run on a "):
+        require_kernels(model, torch.device("cpu"))
+    require_kernels(CONFIG, torch.device("cpu"))

@@ -90,7 +90,6 @@ class DSAConfig:
         self._check_sharing()
         self._check_precision()
         self._check_loss_and_backend()
-        self._check_determinism()
         self._check_parallelism()
 
     @property
@@ -229,22 +228,6 @@ class DSAConfig:
                 "dsa_indexer_use_sparse_loss is set without dsa_indexer_loss_coeff: give the coefficient (0 freezes "
                 "the indexer), or drop the sparse loss."
             )
-
-    def _check_determinism(self) -> None:
-        if not self.deterministic_mode or self.kernel_backend != "cudnn":
-            return
-        if self.loss_enabled:
-            raise ValueError(
-                f"deterministic_mode=True cannot train with dsa_indexer_loss_coeff={self.loss_coeff} on "
-                "dsa_kernel_backend='cudnn': its indexer_backward (dk) and sparse_attention_backward (dkv) kernels add "
-                "up in another order in every run on SM 9.0; set dsa_kernel_backend='none', or "
-                "deterministic_mode=False."
-            )
-        raise ValueError(
-            "deterministic_mode=True cannot train on dsa_kernel_backend='cudnn': its sparse_attention_backward kernel "
-            "adds up dkv in another order in every run on SM 9.0; set dsa_kernel_backend='none', or "
-            "deterministic_mode=False."
-        )
 
     def _check_parallelism(self) -> None:
         for name in ("tensor_model_parallel_size", "context_parallel_size"):

@@ -118,14 +118,6 @@ GATES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"use_sparse_loss": True},
         ("dsa_indexer_use_sparse_loss", "without dsa_indexer_loss_coeff", "give the coefficient"),
     ),
-    "kernels that sum in any order": (
-        {"deterministic_mode": True, "kernel_backend": "cudnn"},
-        ("deterministic_mode=True", "sparse_attention_backward", "dkv", "dsa_kernel_backend='none'"),
-    ),
-    "kernels that sum in any order, with the loss": (
-        {"deterministic_mode": True, "kernel_backend": "cudnn", "loss_coeff": 0.5},
-        ("deterministic_mode=True", "dsa_indexer_loss_coeff=0.5", "indexer_backward (dk)", "deterministic_mode=False"),
-    ),
     "no tensor-parallel ranks": (
         {"tensor_model_parallel_size": 0},
         ("tensor_model_parallel_size=0", "no number of ranks", "use 1 or more"),

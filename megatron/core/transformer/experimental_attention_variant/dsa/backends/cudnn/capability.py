@@ -42,8 +42,21 @@ TRIAL_TOLERANCE = 1e-2
 
 def unsupported(config: DSAConfig, device: torch.device) -> str | None:
     """The first reason why ``config`` cannot run on ``device``, or None."""
-    reason = _shape_reason(config) or _device_reason(device) or _frontend_reason()
+    reason = _determinism_reason(config) or _shape_reason(config) or _device_reason(device) or _frontend_reason()
     return reason or _flash_mla_reason(config, device) or _triton_reason(config)
+
+
+def _determinism_reason(config: DSAConfig) -> str | None:
+    if not config.deterministic_mode:
+        return None
+    with_loss, kernels = "", "sparse_attention_backward (dkv) kernel adds"
+    if config.loss_enabled:
+        with_loss = f" with dsa_indexer_loss_coeff={config.loss_coeff}"
+        kernels = "indexer_backward (dk) and sparse_attention_backward (dkv) kernels add"
+    return (
+        f"deterministic_mode=True cannot train{with_loss} on dsa_kernel_backend='cudnn': its {kernels} up in another "
+        "order in every run on SM 9.0; set dsa_kernel_backend='none', or deterministic_mode=False."
+    )
 
 
 def _shape_reason(config: DSAConfig) -> str | None:
@@ -149,6 +162,8 @@ def _trial_fault(function: Callable[..., Any], width: int, device: torch.device)
     try:
         out, lse = frontend.sparse_forward(q_RHD, q_RHD[0], ids, length, 1.0 / width, LATENT_WIDTH)
         found = float(out.float().mean()), float(lse.mean())
+    except torch.OutOfMemoryError:  # of this moment, so no answer to keep
+        raise
     except Exception as error:
         return f"does not run on {device} ({_first_line(error)})"
     if not all(abs(value - 1.0) <= TRIAL_TOLERANCE for value in found):  # NaN is in no tolerance

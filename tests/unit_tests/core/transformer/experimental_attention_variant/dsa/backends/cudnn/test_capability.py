@@ -61,6 +61,17 @@ def test_a_shape_that_no_kernel_takes(hopper: None, changes: dict, option: str, 
     assert text is not None and option in text and limit in text and "dsa_kernel_backend='none'" in text
 
 
+@pytest.mark.parametrize(
+    ("coeff", "kernels"), [(None, "sparse_attention_backward (dkv)"), (0.5, "indexer_backward (dk)")]
+)
+def test_kernels_that_sum_in_any_order(coeff: float | None, kernels: str) -> None:
+    """Said before anything of the machine: no machine would do."""
+    text = reason(make_config(deterministic_mode=True, loss_coeff=coeff), CPU)
+    assert text is not None and text.startswith("deterministic_mode=True cannot train") and kernels in text
+    assert ("dsa_indexer_loss_coeff=0.5" in text) == (coeff is not None)
+    assert text.endswith("set dsa_kernel_backend='none', or deterministic_mode=False.")
+
+
 @pytest.mark.parametrize("heads", [1, 8, 16, 24, 32, 48, 64])
 def test_every_smaller_number_of_indexer_heads_is_padded_not_refused(hopper: None, heads: int) -> None:
     assert reason(make_config(n_heads=heads)) is None
@@ -151,6 +162,26 @@ def test_a_flash_mla_that_does_not_load_is_refused_with_the_command(
     monkeypatch.setitem(sys.modules, "flash_mla", ModuleType("flash_mla"))
     text = reason()
     assert text is not None and "cannot import name" in text and "pip install 'sgl-flash-mla>=1.0'" in text
+
+
+def test_memory_that_is_short_for_a_moment_is_no_fault_of_flash_mla(
+    hopper: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emulator.install(monkeypatch)
+    forward = sys.modules["flash_mla"].flash_mla_sparse_fwd
+    full = [True]
+
+    @wraps(forward)
+    def short(*args: Any, **options: Any) -> tuple[torch.Tensor, ...]:
+        if full.pop() if full else False:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        result: tuple[torch.Tensor, ...] = forward(*args, **options)
+        return result
+
+    monkeypatch.setattr(sys.modules["flash_mla"], "flash_mla_sparse_fwd", short)
+    with pytest.raises(torch.OutOfMemoryError):
+        reason()
+    assert reason() is None
 
 
 def test_flash_mla_is_tried_once_in_a_process(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
