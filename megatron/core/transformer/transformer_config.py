@@ -130,7 +130,7 @@ class TransformerConfig:
     dsa_indexer_k_norm_epsilon: float | None = None
     """Epsilon of the indexer's key LayerNorm; layernorm_epsilon when unset (released models: 1e-6)."""
     dsa_indexer_k_norm_fp32: bool = False
-    """Keep the key LayerNorm's parameters and arithmetic in FP32."""
+    """Keep the key LayerNorm's parameters in FP32; its arithmetic always is."""
     dsa_indexer_rope_fp32: bool = False
     """Keep indexer queries and keys in FP32 from the key LayerNorm through RoPE up to the scoring boundary."""
     dsa_indexer_rope_table_dtype: Literal["model", "fp32"] = "model"

@@ -11,8 +11,10 @@ Dense: the matrices are S x S, so a chunk's gradients are computed where its mat
 for all chunks, and only scaled in backward.
 
 A pass that will be recomputed runs none of it: its loss is a placeholder that saves as many tensors, of the same
-shapes, which is all that autograd compares. Chunks of the dense loss stay within half of the byte budget. Every segment is a call of its own with its causal offset, over the
-keys that its last row sees, so keys of padding and of other documents are never read. Scores go by row lengths
+shapes, which is all that autograd compares.
+
+Chunks of the dense loss stay within half of the byte budget. Every segment is a call of its own with its causal offset,
+over the keys that its last row sees, so keys of padding and of other documents are never read. Scores go by row lengths
 everywhere, so what the scoring kernel leaks past a row's end reaches nothing.
 
 The backward kernels take BF16 head weights and return BF16 weight gradients; the loss itself uses the FP32 ones. Key
