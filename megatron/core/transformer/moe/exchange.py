@@ -26,6 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron.core.tensor_parallel.mappings import permute_rows
+
 
 class Exchange(NamedTuple):
     """One microbatch's exchange in one layer.
@@ -69,18 +71,13 @@ def start_to_experts(rows: Tensor, exchange: Exchange) -> Callable[[], Tensor]:
         What waits for the rows of own experts, and returns them sorted by expert ``[M, ...]``.
     """
     arrive = _start(rows, _Trip(exchange.sent, exchange.received, exchange.group))
-    return lambda: _permute(arrive(), exchange.order_M, exchange.inverse_M)
+    return lambda: permute_rows(arrive(), exchange.order_M, exchange.inverse_M)
 
 
 def send_back(rows: Tensor, exchange: Exchange) -> Tensor:
     """Rows of own experts, sorted by expert ``[M, ...]`` -> where they came from, as they lay there ``[N, ...]``."""
-    leaving = _permute(rows, exchange.inverse_M, exchange.order_M)
+    leaving = permute_rows(rows, exchange.inverse_M, exchange.order_M)
     return _start(leaving, _Trip(exchange.received, exchange.sent, exchange.group))()
-
-
-def _permute(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    permuted: Tensor = _Permute.apply(x, order, inverse)
-    return permuted
 
 
 class _Trip:
@@ -141,17 +138,3 @@ class _Arrive(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         ctx.trip.start(grads[0], back=True)
         return grads[0], None
-
-
-class _Permute(torch.autograd.Function):
-    """Rows in another order; the gradient goes back by the inverse, without a scatter."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return x[order]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (inverse,) = ctx.saved_tensors
-        return grads[0][inverse], None, None

@@ -75,6 +75,12 @@ def slice_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
     return x if group_size(group) == 1 else _apply(_Slice, x, group)
 
 
+def permute_rows(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    """``x[order]``, whose gradient goes back by the inverse permutation, without a scatter."""
+    permuted: Tensor = _Permute.apply(x, order, inverse)  # type: ignore[no-untyped-call]
+    return permuted
+
+
 def own_rows(num_rows: int, group: ProcessGroup | None) -> tuple[int, int]:
     """Half-open range of this rank's rows.
 
@@ -215,3 +221,15 @@ class _Slice(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return all_gather_rows(grads[0], ctx.group), None
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return x[order]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return grads[0][inverse], None, None

@@ -47,7 +47,6 @@ class DSAConfig:
     skip_topk_offset: int = 0
     loss_coeff: float | None = None
     use_sparse_loss: bool = False
-    calculate_per_token_loss: bool = False
     rope_interleaved: bool = False
     rotate_activation: bool = True
     scoring_relu: bool = True

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from .backends.protocol import IndexerInputs, TeacherChunk, TopK
@@ -33,6 +32,7 @@ from .collectives import (
     gather_rows,
     group_size,
     own_rows,
+    permute_rows,
     start_gather_rows,
     sum_scatter_rows,
 )
@@ -137,7 +137,7 @@ class KeysInFlight:
     def wait(self) -> Tensor:
         """The keys, in global order."""
         gathered_SD = self._rows.wait()
-        return gathered_SD if self._order is None else _permute(gathered_SD, *self._order)
+        return gathered_SD if self._order is None else permute_rows(gathered_SD, *self._order)
 
 
 @lru_cache(maxsize=4)
@@ -159,22 +159,3 @@ def pairs_by_rank(layout: Layout, ranks: int) -> tuple[int, ...]:
     return tuple(
         sum(s.num_rows * s.causal_offset + s.num_rows * (s.num_rows + 1) // 2 for s in part.segments) for part in slices
     )
-
-
-def _permute(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    permuted: Tensor = _Permute.apply(x, order, inverse)  # type: ignore[no-untyped-call]
-    return permuted
-
-
-class _Permute(torch.autograd.Function):
-    """Rows in another order; the gradient goes back by the inverse, without a scatter."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return x[order]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (inverse,) = ctx.saved_tensors
-        return grads[0][inverse], None, None

@@ -37,7 +37,7 @@ class _Attend(torch.autograd.Function):
     def forward(
         ctx: Any, q_THD: Tensor, kv_SD: Tensor, indices_TK: Tensor, length_T: Tensor, spec: _Spec
     ) -> tuple[Tensor, Tensor]:
-        q, kv = _bf16(q_THD), _bf16(kv_SD)
+        q, kv = frontend.to_bf16(q_THD), frontend.to_bf16(kv_SD)
         out, lse = frontend.sparse_forward(q, kv, indices_TK, length_T, spec.scale, spec.value_dim)
         ctx.save_for_backward(q, kv, out, lse, indices_TK, length_T)
         ctx.spec = spec
@@ -49,10 +49,6 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, kv, out, lse, indices_TK, length_T = ctx.saved_tensors
         # Saved outputs come back attached to this graph, and kernels refuse such tensors.
-        operands = (q, kv, out.detach(), _bf16(grads[0]), lse.detach())
+        operands = (q, kv, out.detach(), frontend.to_bf16(grads[0]), lse.detach())
         dq, dkv = frontend.sparse_backward(operands, indices_TK, length_T, ctx.spec.scale)
         return dq.to(ctx.dtypes[0]), dkv.to(ctx.dtypes[1]), None, None, None
-
-
-def _bf16(x: Tensor) -> Tensor:
-    return x.detach().to(torch.bfloat16).contiguous()

@@ -96,6 +96,11 @@ def top_k(scores_RS: Tensor, length_R: Tensor, k: int, with_scores: bool) -> tup
     return result["indices"], result["values"]
 
 
+def to_bf16(x: Tensor) -> Tensor:
+    """A constant that every kernel takes: BF16 and contiguous."""
+    return x.detach().to(torch.bfloat16).contiguous()
+
+
 def pad_topk(indices_RK: Tensor) -> Tensor:
     """Ids padded with -1 to a width that every kernel takes."""
     missing = -indices_RK.shape[1] % TOPK_MULTIPLE

@@ -43,14 +43,19 @@ def sparse_teacher(attention: AttentionInputs, attended: Attended, topk: TopK, l
     """Targets of all rows over their selected keys: ``[T, K]``, one chunk."""
     indices_TK = frontend.pad_topk(topk.indices_TK)
     target_TK = frontend.sparse_target(
-        _bf16(attention.q_THD), _bf16(attention.kv_SD), attended.lse_TH, indices_TK, topk.length_T, attention.scale
+        frontend.to_bf16(attention.q_THD),
+        frontend.to_bf16(attention.kv_SD),
+        attended.lse_TH,
+        indices_TK,
+        topk.length_T,
+        attention.scale,
     )
     return TeacherChunk((0, local_rows), None, target_TK[:, : topk.indices_TK.shape[1]])
 
 
 def dense_teacher(attention: AttentionInputs, layout: Layout, ranks: int, byte_budget: int) -> Iterator[TeacherChunk]:
     """Targets over all visible keys, in chunks of equally many rows of each of ``ranks`` row shards."""
-    operands = AttentionInputs(_bf16(attention.q_THD), _bf16(attention.kv_SD), attention.scale)
+    operands = AttentionInputs(frontend.to_bf16(attention.q_THD), frontend.to_bf16(attention.kv_SD), attention.scale)
     cells = max(byte_budget // (_DENSE_BUDGET_SHARE * frontend.BYTES_A_CELL), 1)
     local = layout.num_rows // ranks
     for start, stop in _dense_chunks(layout, ranks, cells):
@@ -290,7 +295,3 @@ def _key_range(shards: list[Layout]) -> tuple[int, int]:
 def _sparse_rows(width: int) -> int:
     # Two FP32 matrices of a chunk: 128 MiB at the widest selection.
     return max(2**24 // width, 1)
-
-
-def _bf16(x: Tensor) -> Tensor:
-    return x.detach().to(torch.bfloat16).contiguous()

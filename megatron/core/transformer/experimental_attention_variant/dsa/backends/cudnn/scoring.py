@@ -32,7 +32,7 @@ from ...layout import Layout, Segment, send
 from ...precision import quantize_operands
 from ...quantization import Quantized, quantize_e4m3
 from ..protocol import IndexerInputs, QuantizedInputs
-from .frontend import BYTES_A_CELL, MAX_SEGMENTS_A_CALL, Segments, score_segments
+from .frontend import BYTES_A_CELL, MAX_SEGMENTS_A_CALL, Segments, score_segments, to_bf16
 
 BYTE_BUDGET = 2 * 2**30
 # A call may waste this many cells whatever its work: below it, launches cost more than arithmetic.
@@ -79,8 +79,8 @@ def scoring_operands(indexer: IndexerInputs, config: DSAConfig) -> IndexerInputs
 def to_operands(indexer: IndexerInputs) -> IndexerInputs:
     """q and k rounded to BF16, which is what trains; contiguous, without gradients."""
     return IndexerInputs(
-        indexer.q_TID.detach().to(torch.bfloat16).contiguous(),
-        indexer.k_SD.detach().to(torch.bfloat16).contiguous(),
+        to_bf16(indexer.q_TID),
+        to_bf16(indexer.k_SD),
         indexer.w_TI.detach().float().contiguous(),
     )
 
