@@ -32,6 +32,7 @@ PEER_MAX_TOKENS = 65536
 
 CASES = [
     *(Workload(64, 64, (s,), loss) for s in (8192, 32768) for loss in ("off", "sparse", "dense")),
+    *(Workload(64, 64, (32768,), loss, recompute=True) for loss in ("off", "sparse", "dense")),
     Workload(64, 64, (16384,), "dense"),
     Workload(64, 32, (32768,), "sparse"),
     Workload(128, 64, (8192,), "sparse"),
@@ -68,7 +69,7 @@ def measure(workload: Workload, device: torch.device) -> str:
     peak, scratch = memory(bench)
     topk = bench.module.backend.select(bench.indexer, bench.layout, workload.k)
     floor, details = "-", {}
-    if not workload.reuses:
+    if not (workload.reuses or workload.recompute):
         from .bare import OWN_LSE, bare_milliseconds
 
         details = bare_milliseconds(bench, topk.indices_TK, topk.length_T)
@@ -111,7 +112,7 @@ class Peer:
 
     def measure(self, workload: Workload) -> str:
         """Its figures for the same case, or why there are none."""
-        if len(workload.documents) > 1 or workload.cp_size > 1 or workload.reuses:
+        if len(workload.documents) > 1 or workload.cp_size > 1 or workload.reuses or workload.recompute:
             return "-"
         if workload.documents[0] > PEER_MAX_TOKENS:
             return "-"

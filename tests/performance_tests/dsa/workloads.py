@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from megatron.core.transformer.experimental_attention_variant.dsa import DSAttention, DSAttentionSubmodules
 from megatron.core.transformer.experimental_attention_variant.dsa.backends.protocol import IndexerInputs
 from megatron.core.transformer.experimental_attention_variant.dsa.context import ForwardContext
 from megatron.core.transformer.experimental_attention_variant.dsa.index_share import TopKCache
 from megatron.core.transformer.experimental_attention_variant.dsa.layout import Layout, positions
-from megatron.core.transformer.experimental_attention_variant.dsa.loss import LossTracker
+from megatron.core.transformer.experimental_attention_variant.dsa.loss import LossTracker, recompute_contexts
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 LATENT, ROPE, INDEX_DIM = 512, 64, 128
@@ -23,7 +25,10 @@ LATENT, ROPE, INDEX_DIM = 512, 64, 128
 
 @dataclass(frozen=True)
 class Workload:
-    """One row of the results table; ``reuses`` times a layer that attends to another layer's selection."""
+    """One row of the results table.
+
+    ``reuses`` times a layer that attends to another layer's selection, ``recompute`` one under full recompute.
+    """
 
     heads: int
     index_heads: int
@@ -32,6 +37,7 @@ class Workload:
     k: int = 2048
     cp_size: int = 1
     reuses: bool = False
+    recompute: bool = False
 
     @property
     def name(self) -> str:
@@ -41,7 +47,7 @@ class Workload:
         )
         shape = shape.removeprefix("1x")
         cp = f" CP{self.cp_size}" if self.cp_size > 1 else ""
-        kind = f"{self.loss} reused" if self.reuses else self.loss
+        kind = self.loss + " reused" * self.reuses + " recompute" * self.recompute
         return f"H{self.heads} I{self.index_heads} K{self.k} S{shape}{cp} {kind}"
 
     def layout(self) -> Layout:
@@ -110,7 +116,10 @@ class Bench:
     def forward(self) -> Tensor:
         cache = self.shared if self.workload.reuses else TopKCache()
         context = ForwardContext(self.layout, self.positions, cache, LossTracker())
-        output: Tensor = self.module(self.q, self.kv, x=self.x, qr=self.x, context=context)
+        run = partial(self.module, self.q, self.kv, x=self.x, qr=self.x, context=context)
+        if not self.workload.recompute:
+            return run()
+        output: Tensor = checkpoint(run, use_reentrant=False, context_fn=recompute_contexts)
         return output
 
     def forward_backward(self) -> tuple[Tensor, ...]:
