@@ -67,8 +67,10 @@ def glm_5() -> MLATransformerConfig:
 
 
 def glm_5_2() -> MLATransformerConfig:
-    """GLM-5.2: GLM-5 with IndexShare; 21 layers select keys, 57 reuse them."""
-    shared = dict(rotary_base=8e6, dsa_indexer_topk_freq=4, dsa_indexer_skip_topk_offset=3)
+    """GLM-5.2: GLM-5 with IndexShare (21 layers select keys, 57 reuse them) and a context of 1M tokens."""
+    shared = dict(
+        rotary_base=8e6, max_position_embeddings=1048576, dsa_indexer_topk_freq=4, dsa_indexer_skip_topk_offset=3
+    )
     return MLATransformerConfig(**(_GLM_5 | shared))
 
 

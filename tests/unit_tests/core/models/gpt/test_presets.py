@@ -44,6 +44,15 @@ def test_index_share_of_glm_5_2() -> None:
     assert {number: dsa.source_layer(number) for number in (4, 6, 7, 78)} == {4: 3, 6: 3, 7: 7, 78: 75}
 
 
+@pytest.mark.parametrize(
+    ("name", "longest", "base"), [("glm-5", 202752, 1e6), ("glm-5.2", 1048576, 8e6), ("deepseek-v3.2", 163840, 1e4)]
+)
+def test_published_context_lengths(name: str, longest: int, base: float) -> None:
+    """Of the released config.json files; a longer context came with a larger rotary base."""
+    config = get_preset(name)
+    assert (config.max_position_embeddings, config.rotary_base) == (longest, base)
+
+
 def test_presets_are_fresh_and_unknown_names_are_one_sentence() -> None:
     first = get_preset("tiny-glm5")
     first.num_layers = 1
