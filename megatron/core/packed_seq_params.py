@@ -20,6 +20,10 @@ class PackedSeqParams:
 
     ``cu_seqlens_*`` are int32 ``[documents + 1]`` cumulative token counts, real or padded. ``offsets`` and
     ``padded_offsets`` are the same numbers on the host; give them, or the tensors are read once (a device sync).
+    Documents attend to themselves, so queries and keys have the same offsets.
+
+    Raises:
+        ValueError: no offsets, offsets that are no list of integers, or other ones for keys than for queries.
     """
 
     qkv_format: str = "thd"
@@ -41,9 +45,10 @@ class PackedSeqParams:
         if self.offsets is None:
             if self.cu_seqlens_q is None:
                 raise ValueError("PackedSeqParams got neither offsets nor cu_seqlens_q: give the documents' offsets.")
-            self.offsets = tuple(self.cu_seqlens_q.tolist())
+            self.offsets = _read("cu_seqlens_q", self.cu_seqlens_q, "cu_seqlens_kv", self.cu_seqlens_kv)
         if self.padded_offsets is None and self.cu_seqlens_q_padded is not None:
-            self.padded_offsets = tuple(self.cu_seqlens_q_padded.tolist())
+            named = "cu_seqlens_q_padded", self.cu_seqlens_q_padded, "cu_seqlens_kv_padded", self.cu_seqlens_kv_padded
+            self.padded_offsets = _read(*named)
 
     @classmethod
     def from_offsets(
@@ -66,3 +71,22 @@ class PackedSeqParams:
             offsets=tuple(offsets),
             padded_offsets=None if padded_offsets is None else tuple(padded_offsets),
         )
+
+
+def _read(name: str, offsets: Tensor, key_name: str, key_offsets: Tensor | None) -> tuple[int, ...]:
+    for what, tensor in ((name, offsets), (key_name, key_offsets)):
+        if tensor is None:
+            continue
+        is_list = isinstance(tensor, Tensor) and tensor.dim() == 1 and not tensor.is_meta
+        if not is_list or tensor.is_floating_point() or tensor.dtype == torch.bool:
+            found = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ValueError(
+                f"{what} is {found}, but the documents' offsets are a 1-d integer tensor that holds data: give "
+                "cumulative token counts, or host integers by PackedSeqParams.from_offsets."
+            )
+    values = tuple(offsets.tolist())
+    if key_offsets is not None and key_offsets is not offsets and tuple(key_offsets.tolist()) != values:
+        raise ValueError(
+            f"{key_name} differs from {name}, but documents attend to themselves: give both the same offsets."
+        )
+    return values

@@ -44,12 +44,27 @@ def vocab_parallel_cross_entropy(
     return loss
 
 
+def require_in_range(what: str, ids: Tensor, size: int) -> None:
+    """Refuse ids that no rank holds: each would take them for another rank's. On a GPU the device does, when it gets
+    there, as it does for a table in one piece.
+
+    Raises:
+        IndexError: an id is negative, or ``size`` or more.
+    """
+    inside = (ids >= 0) & (ids < size)
+    if ids.is_cuda:
+        torch._assert_async(inside.all(), f"{what} out of range: ids go from 0 to {size - 1}.")
+    elif not inside.all():
+        raise IndexError(f"{what} {int(ids[~inside][0])} is out of range: ids go from 0 to {size - 1}.")
+
+
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     """``log sum exp(logits) - logits[target]`` over the columns of all ranks; -inf columns are no entries."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, ignore_index: int, group: ProcessGroup) -> Tensor:
         columns = logits.shape[1]
+        require_in_range("Target", target.masked_fill(target == ignore_index, 0), columns * group_size(group))
         local = target - group_rank(group) * columns
         own = (local >= 0) & (local < columns) & (target != ignore_index)
         local = local.masked_fill(~own, 0)[:, None]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +28,7 @@ _SEED_STRIDE = 0x9E3779B97F4A7C15
 def init_method_normal(std: float) -> InitMethod:
     """Normal with mean 0 and standard deviation ``std``."""
 
-    def init(tensor: Tensor) -> Tensor:
-        return nn.init.normal_(tensor, mean=0.0, std=std)
-
-    return init
+    return partial(nn.init.normal_, mean=0.0, std=std)  # a closure could not be pickled
 
 
 def scaled_init_method_normal(std: float, num_layers: int) -> InitMethod:

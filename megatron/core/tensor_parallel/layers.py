@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from megatron.core.tensor_parallel.cross_entropy import require_in_range
 from megatron.core.tensor_parallel.initialization import InitMethod, init_method_normal
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_parallel,
@@ -148,7 +149,7 @@ class VocabParallelEmbedding(nn.Module):
         tp_group: ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        self.config, self.tp_group = config, tp_group
+        self.config, self.tp_group, self.num_embeddings = config, tp_group, num_embeddings
         self.init_method = init_method or init_method_normal(config.init_method_std)
         self.weight = split_parameter((num_embeddings, embedding_dim), config.params_dtype, tp_group, 0)
         self._own_ids = own_region(self.weight)[1][0]
@@ -162,6 +163,7 @@ class VocabParallelEmbedding(nn.Module):
         """``[T]`` token ids -> ``[T, embedding_dim]``; own rows of it with sequence parallelism."""
         if group_size(self.tp_group) == 1:
             return F.embedding(input_ids, local_part(self.weight))
+        require_in_range("Token id", input_ids, self.num_embeddings)
         own = (input_ids >= self._own_ids.start) & (input_ids < self._own_ids.stop)
         local_ids = (input_ids - self._own_ids.start).masked_fill(~own, 0)
         found = F.embedding(local_ids, local_part(self.weight))

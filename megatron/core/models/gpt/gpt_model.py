@@ -28,6 +28,7 @@ from megatron.core.tensor_parallel.initialization import initialize_weights
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, parallel_input
 from megatron.core.tensor_parallel.mappings import gather_rows, group_rank, group_size, slice_rows
 from megatron.core.tensor_parallel.shards import local_part
+from megatron.core.transformer.experimental_attention_variant.dsa.context import refuse_autocast
 from megatron.core.transformer.experimental_attention_variant.dsa.loss import LossTracker
 from megatron.core.transformer.forward_context import ForwardContext
 from megatron.core.transformer.module import MegatronModule
@@ -104,10 +105,9 @@ class GPTModel(MegatronModule):
         Returns:
             Without labels logits ``[b, s, vocab]`` in the model's type, else the loss in FP32 ``[b, s]``.
         """
-        _check_inputs(position_ids, attention_mask, input_ids, decoder_input)
-        tokens = input_ids if decoder_input is None else decoder_input
-        assert tokens is not None
+        tokens = _check_inputs(position_ids, attention_mask, input_ids, decoder_input)
         batch, length = tokens.shape[:2]
+        _check_targets(labels, loss_mask, (batch, length))
         tp_group = self.groups.tp
         context = ForwardContext.build(batch, length, packed_seq_params, tokens.device, losses, cp_group=self.groups.cp)
         hidden = self.embedding(tokens) if decoder_input is None else self._own_rows(tokens.flatten(0, 1))
@@ -161,7 +161,8 @@ def _check_groups(
 
 def _check_inputs(
     position_ids: Tensor | None, attention_mask: Tensor | None, input_ids: Tensor | None, decoder_input: Tensor | None
-) -> None:
+) -> Tensor:
+    """What the model reads: token ids, or hidden states in their place."""
     for name, given in (("position_ids", position_ids), ("attention_mask", attention_mask)):
         if given is not None:
             raise ValueError(
@@ -170,3 +171,21 @@ def _check_inputs(
             )
     if (input_ids is None) == (decoder_input is None):
         raise ValueError("The model needs one input: give either input_ids or decoder_input.")
+    tokens, dims = (input_ids, 2) if decoder_input is None else (decoder_input, 3)
+    assert tokens is not None
+    if tokens.dim() != dims:
+        raise ValueError(
+            f"The model's input is {list(tokens.shape)}, but it takes token ids [b, s] (or decoder_input [b, s, "
+            "hidden]): add the batch dimension."
+        )
+    refuse_autocast(tokens.device)
+    return tokens
+
+
+def _check_targets(labels: Tensor | None, loss_mask: Tensor | None, shape: tuple[int, int]) -> None:
+    for name, given in (("labels", labels), ("loss_mask", loss_mask)):
+        if given is not None and given.shape != shape:
+            raise ValueError(
+                f"{name} is {list(given.shape)}, but the input is {list(shape)}: give one entry for each token, in the "
+                "same layout."
+            )

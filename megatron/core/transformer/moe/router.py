@@ -72,9 +72,11 @@ class TopKRouter(MegatronModule):
 
     def forward(self, hidden_states: Tensor) -> Routing:
         """``[T, hidden]`` -> where each row goes. All rows are routed: leave padding out of them."""
-        assert self.weight.dtype != torch.bfloat16, (
-            "The router's weight and bias are FP32, whatever the model is cast to."
-        )
+        if self.weight.dtype.itemsize < 4:
+            raise ValueError(
+                f"The router's weight is {self.weight.dtype}, but routers are FP32 in every precision: do not cast the "
+                "model, build it with bf16=True."
+            )
         logits_TE = F.linear(hidden_states.to(self.weight.dtype), self.weight)
         scores_TE = logits_TE.sigmoid() if self.config.moe_router_score_function == "sigmoid" else logits_TE.softmax(-1)
         experts_TK = self._choose(scores_TE.detach())

@@ -133,6 +133,23 @@ def run(name: str, mode: str, groups: ProcessGroupCollection) -> dict[str, Any]:
     return result
 
 
+def refusals() -> list[str]:
+    """What a shared-out vocabulary says of ids that no rank holds; -100 is no target."""
+    groups = build_process_groups(SIZES["tp"], "cpu")
+    table, _ = make(embedding, "tp", groups)
+    half = torch.zeros(2, VOCAB // 2, dtype=torch.float64)
+    said = []
+    for token in (-1, VOCAB + 2):
+        with pytest.raises(IndexError) as caught:
+            table(torch.tensor([0, token]))
+        said.append(str(caught.value))
+    for target in (-1, VOCAB):
+        with pytest.raises(IndexError) as caught:
+            vocab_parallel_cross_entropy(half, torch.tensor([-100, target]), tp_group=groups.tp)
+        said.append(str(caught.value))
+    return said
+
+
 def all_modes() -> dict[tuple[str, str], dict[str, Any]]:
     results = {}
     for mode, sizes in SIZES.items():
@@ -225,3 +242,14 @@ class _Fake:
 
     def rank(self) -> int:
         return self._rank
+
+
+def test_ids_that_no_rank_holds_are_refused() -> None:
+    """Each rank would take them for another's: a loss that looks plausible."""
+    for said in run_on_ranks(2, refusals):
+        assert said == [
+            "Token id -1 is out of range: ids go from 0 to 15.",
+            "Token id 16 is out of range: ids go from 0 to 15.",
+            "Target -1 is out of range: ids go from 0 to 13.",
+            "Target 14 is out of range: ids go from 0 to 13.",
+        ]

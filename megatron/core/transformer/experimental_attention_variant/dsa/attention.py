@@ -77,7 +77,7 @@ class DSAttention(nn.Module):
         from ``packed_seq_params`` and the shapes where it is None. Returns ``[T, H * V]`` or ``[s, b, H * V]``.
         """
         refuse_masks(value, attention_mask, attention_bias, attn_mask_type)
-        rows = to_token_major(query, key, x, qr)
+        rows = to_token_major(query, key, x, qr, self.dsa.kv_lora_rank + self.dsa.qk_pos_emb_head_dim, self.shards.cuts)
         shape = rows.batch or 1, query.shape[0]
         context = context or ForwardContext.build(*shape, packed_seq_params, query.device, cp_group=self.shards.cp)
         trains = self.training and self.dsa.loss_enabled and torch.is_grad_enabled() and self.indexer is not None

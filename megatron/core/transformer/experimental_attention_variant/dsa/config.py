@@ -41,6 +41,7 @@ class DSAConfig:
     head_dim: int
     topk: int
     multi_latent_attention: bool = True
+    attention_dropout: float = 0.0
     add_bias_linear: bool = False
     layernorm_zero_centered_gamma: bool = False
     topk_freq: int | tuple[int, ...] = 1
@@ -122,6 +123,10 @@ class DSAConfig:
                     f"{name} is {value}, but DSA attends to MLA's latents: use MLATransformerConfig and set it to a "
                     "positive number."
                 )
+        if self.attention_dropout:
+            raise ValueError(
+                f"attention_dropout={self.attention_dropout} was given, but the sparse kernels have none: set it to 0."
+            )
         if self.add_bias_linear:
             raise ValueError(
                 "DSA layers have no linear biases, but add_bias_linear is True: set it to False "

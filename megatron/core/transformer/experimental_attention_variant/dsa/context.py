@@ -116,25 +116,60 @@ def refuse_masks(value: Any, mask: Any, bias: Any, mask_type: Any, dropout: floa
         raise ValueError(f"attention_dropout={dropout} was given, but the sparse kernels have none: set it to 0.")
 
 
-def to_token_major(query: Tensor, key: Tensor, x: Tensor | None, qr: Tensor | None) -> TokenMajor:
-    """Megatron's ``[s, b, ...]`` as batch-major rows (a view where ``b`` is 1); token-major operands as they are.
+def refuse_autocast(device: torch.device) -> None:
+    """Refuse to compute where PyTorch would round what is FP32 by contract.
 
     Raises:
-        ValueError: the indexer's inputs are missing, or sequence parallelism cut ``[s, b, ...]`` into rows that do not
-            follow one another.
+        ValueError: ``torch.autocast`` is on for ``device``.
     """
+    if torch.is_autocast_enabled(device.type):
+        raise ValueError(
+            f"torch.autocast({torch.get_autocast_dtype(device.type)}) is on, but it would round index scores and "
+            "routers, which are FP32 in every precision: leave it, and build the model with bf16=True."
+        )
+
+
+def to_token_major(
+    query: Tensor, key: Tensor, x: Tensor | None, qr: Tensor | None, width: int, shards: int = 1
+) -> TokenMajor:
+    """Megatron's ``[s, b, ...]`` as batch-major rows (a view where ``b`` is 1); token-major operands as they are.
+
+    Args:
+        query, key, x, qr: operands of ``DSAttention``.
+        width: channels of a query head and of a key.
+        shards: ranks that sequence parallelism shares the rows of ``key``, ``x`` and ``qr`` out to.
+
+    Raises:
+        ValueError: the indexer's inputs are missing, operands are of other rows than the queries or of another width,
+            or sequence parallelism cut ``[s, b, ...]`` into rows that do not follow one another.
+    """
+    refuse_autocast(query.device)
     if x is None or qr is None:
         raise ValueError(
             "DSAttention got no x or no qr, but its indexer reads both: pass the layer's input and the "
             "normed query latent."
         )
+    if query.dim() == 4 and query.shape[1] > 1 and shards > 1:
+        raise ValueError(
+            f"DSAttention got {query.shape[1]} sequences under sequence parallelism, which cuts rows across sequences: "
+            "use a micro-batch of 1, or one packed row."
+        )
+    lead = query.dim() - 2
+    rows = (query.shape[0] // shards, *query.shape[1:lead])
+    for name, operand in (("key", key), ("x", x), ("qr", qr)):
+        if operand.shape[:lead] != rows:
+            raise ValueError(
+                f"DSAttention got queries {list(query.shape)} and {name} {list(operand.shape)}, but every token brings "
+                f"its own row of each (here {list(rows)}): pass all operands of the same tokens; keys of earlier calls "
+                "(generation) are not supported."
+            )
+    if query.shape[-1] != width or key.shape[-1] != width:
+        raise ValueError(
+            f"DSAttention got query heads of {query.shape[-1]} and keys of {key.shape[-1]} channels, but both have "
+            f"kv_lora_rank + qk_pos_emb_head_dim = {width}: absorb the key projection into the queries."
+        )
     if query.dim() == 3:
         return TokenMajor(query, _rows(key), _rows(x), _rows(qr), None)
-    if query.shape[1] > 1 and key.shape[0] != query.shape[0]:
-        raise ValueError(
-            f"DSAttention got {query.shape[1]} sequences of {query.shape[0]} tokens and {key.shape[0]} of them under "
-            "sequence parallelism, which cuts rows across sequences: use a micro-batch of 1, or one packed row."
-        )
     return TokenMajor(query.transpose(0, 1).flatten(0, 1), _rows(key), _rows(x), _rows(qr), query.shape[1])
 
 

@@ -76,6 +76,11 @@ class RowShards:
                     f"pg_collection of the configured sizes, or set {name}={group_size(group)}."
                 )
 
+    @property
+    def cuts(self) -> int:
+        """Ranks that share out the rows of ``key``, ``x`` and ``qr``."""
+        return group_size(self.tp) if self.sequence_parallel else 1
+
     def own(self, layout: Layout) -> tuple[int, int]:
         """This rank's rows of the indexer, as a half-open range of ``layout``'s rows."""
         return own_rows(layout.num_rows, self.tp)

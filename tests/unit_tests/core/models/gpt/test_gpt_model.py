@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -220,6 +221,40 @@ def test_wrong_inputs_are_one_sentence(name: str) -> None:
     arguments, sentence = REFUSED[name]
     with pytest.raises(ValueError, match=sentence):
         make_model()(TOKENS, **arguments)
+
+
+SHAPES = {
+    "labels of the other layout": ({"labels": TOKENS.T}, r"labels is \[13, 2\], but the input is \[2, 13\]"),
+    "a flat mask": (
+        {"labels": TOKENS, "loss_mask": torch.ones(26)},
+        r"loss_mask is \[26\], but the input is \[2, 13\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_targets_of_another_shape_are_refused(name: str) -> None:
+    """They may have as many entries, and would belong to other tokens."""
+    arguments, message = SHAPES[name]
+    with pytest.raises(ValueError, match=message):
+        make_model()(TOKENS, **arguments)
+
+
+def test_tokens_without_a_batch_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"input is \[13\], but it takes token ids \[b, s\]"):
+        make_model()(TOKENS[0])
+
+
+def test_casting_is_refused_where_it_would_round_what_is_fp32() -> None:
+    with pytest.raises(ValueError, match="router's weight is torch.bfloat16, .* build it with bf16=True"):
+        make_model().to(torch.bfloat16)(TOKENS)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="autocast.*bf16=True"):
+        make_model()(TOKENS)
+
+
+def test_a_model_can_be_pickled() -> None:
+    model = make_model()
+    assert torch.equal(pickle.loads(pickle.dumps(model))(TOKENS), model(TOKENS))
 
 
 def test_no_input_is_refused() -> None:

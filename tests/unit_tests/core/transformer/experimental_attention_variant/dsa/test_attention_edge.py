@@ -24,9 +24,10 @@ from megatron.core.transformer.experimental_attention_variant.dsa import (
     LossTracker,
     reference,
 )
+from megatron.core.transformer.experimental_attention_variant.dsa.context import to_token_major
 from megatron.core.transformer.forward_context import ForwardContext
 
-from .helpers import LATENT, Inputs, build_attention, draw, indexer_gradients, layer_inputs, model_config, run
+from .helpers import LATENT, ROPE, Inputs, build_attention, draw, indexer_gradients, layer_inputs, model_config, run
 
 
 def test_sbhd_equals_token_major() -> None:
@@ -208,8 +209,44 @@ def test_the_offsets_of_megatrons_own_packing_are_read() -> None:
 
 def test_several_sequences_under_sequence_parallelism_are_refused() -> None:
     """Half of the rows of two sequences are no half of batch-major rows."""
-    attention, x = build_attention(model_config()), layer_inputs(8)
-    query, rest = x.query.unflatten(0, (4, 2)), [t[:4].unflatten(0, (2, 2)) for t in (x.key, x.x, x.qr)]
-    message = "^DSAttention got 2 sequences of 4 tokens and 2 of them .* use a micro-batch of 1, or one packed row.$"
+    x = layer_inputs(8)
+    query, (key, hidden, qr) = x.query.unflatten(0, (4, 2)), [t[:4].unflatten(0, (2, 2)) for t in (x.key, x.x, x.qr)]
+    message = "^DSAttention got 2 sequences under sequence parallelism.* use a micro-batch of 1, or one packed row.$"
     with pytest.raises(ValueError, match=message):
-        attention(query, rest[0].unsqueeze(2), x=rest[1], qr=rest[2])
+        to_token_major(query, key.unsqueeze(2), hidden, qr, LATENT + ROPE, shards=2)
+    rows = to_token_major(x.query, x.key[:4], x.x[:4], x.qr[:4], LATENT + ROPE, shards=2)
+    assert len(rows.q_THD) == 8 and len(rows.kv_SD) == 4
+
+
+OTHER_ROWS = {
+    "cached keys": (lambda t: t._replace(query=t.query[-1:], x=t.x[-1:], qr=t.qr[-1:]), r"key \[6, 10\]"),
+    "two keys a token": (lambda t: t._replace(key=torch.cat([t.key, t.key])), r"key \[12, 10\]"),
+    "few hidden states": (lambda t: t._replace(x=t.x[:5]), r"x \[5, 24\]"),
+    "many query latents": (lambda t: t._replace(qr=torch.cat([t.qr, t.qr])), r"qr \[12, 10\]"),
+    "batch first": (
+        lambda t: Inputs(
+            *(x.unflatten(0, (3, 2)) for x in (t.query, t.key.unsqueeze(1), t.x)), t.qr.unflatten(0, (2, 3))
+        ),
+        r"qr \[2, 3, 10\], but every token brings its own row of each \(here \[3, 2\]\)",
+    ),
+    "narrow heads": (lambda t: t._replace(query=t.query[..., :8], key=t.key[:, :8]), "keys of 8 channels, .* = 10"),
+    "narrow keys": (lambda t: t._replace(key=t.key[:, :8]), "query heads of 10 and keys of 8 channels"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_ROWS)
+def test_operands_of_other_tokens_are_refused(name: str) -> None:
+    """All of them would run, and give numbers."""
+    change, message = OTHER_ROWS[name]
+    inputs = change(layer_inputs(6))
+    with pytest.raises(ValueError, match=message) as caught:
+        build_attention(model_config())(inputs.query, inputs.key, x=inputs.x, qr=inputs.qr)
+    assert "\n" not in str(caught.value) and str(caught.value).endswith(".")
+
+
+def test_autocast_is_refused() -> None:
+    attention, inputs = build_attention(model_config()), layer_inputs(6)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="autocast.*bfloat16.* bf16=True.$"):
+        run(attention, inputs, Layout.causal(1, 6))
+    with torch.autocast("cpu", enabled=False):
+        run(attention, inputs, Layout.causal(1, 6))

@@ -53,6 +53,7 @@ GATES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"multi_latent_attention": False},
         ("experimental_attention_variant='dsa'", "multi_latent_attention is False", "use MLATransformerConfig"),
     ),
+    "dropout": ({"attention_dropout": 0.1}, ("attention_dropout=0.1", "to 0")),
     "linear bias": ({"add_bias_linear": True}, ("add_bias_linear is True", "set it to False", "--disable-bias-linear")),
     "zero-centred norms": (
         {"layernorm_zero_centered_gamma": True},
