@@ -21,7 +21,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megatron.core.transformer.experimental_attention_variant.dsa.selection_file import SavedTopK, read_topk
-from megatron.training.places import OneLineParser, path_text, require_writable
+from megatron.training.path_arguments import OneLineParser, path_text, require_writable
 
 PROGRAM = "compare_topk"
 POSITION_BINS = 64

@@ -29,7 +29,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.training.checkpointing import LATEST, Progress, find_checkpoint, load_checkpoint, save_checkpoint
 from megatron.training.compute_params import as_fp32
 from megatron.training.config import CheckpointConfig
-from megatron.training.places import OneLineParser, path_text, require_writable
+from megatron.training.path_arguments import OneLineParser, path_text, require_writable
 
 PROGRAM = "convert_hf"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from megatron.training.data.config import TOKENIZER_TYPES, DataConfig
 from megatron.training.data.indexed import IndexedDatasetBuilder, dtype_for_vocab
 from megatron.training.data.text import STDLIB, Document, Source, cap, find_sources, is_held_out, read_documents
-from megatron.training.places import OneLineParser, path_text, require_writable
+from megatron.training.path_arguments import OneLineParser, path_text, require_writable
 from megatron.training.tokenizer import Tokenizer, build_tokenizer
 
 BATCH_BYTES = 1 << 20

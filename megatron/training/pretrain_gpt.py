@@ -17,7 +17,7 @@ import torch
 
 from megatron.training.arguments import PROGRAM, PretrainConfig, parse_args
 from megatron.training.config import DistributedConfig
-from megatron.training.places import require_writable
+from megatron.training.path_arguments import require_writable
 from megatron.training.prepare import prepare
 from megatron.training.ranks import leave, rank, report_crash, wait_for_the_first, world_size
 from megatron.training.trainer import Trainer

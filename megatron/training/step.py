@@ -30,11 +30,11 @@ from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import group_rank, group_size
 from megatron.core.transformer.experimental_attention_variant.dsa import Layout, LossTracker
 from megatron.core.transformer.moe import update_expert_bias
+from megatron.training.attention_mass import MassProbe
 from megatron.training.compute_params import ComputeParams
 from megatron.training.config import OptimizerConfig
 from megatron.training.data.batch import Batch
 from megatron.training.data.shard import shard_batch
-from megatron.training.dsa_health import MassProbe
 from megatron.training.flops import Workload
 from megatron.training.optimizer import clip_gradients, gradient_norm, set_learning_rate, trained_parameters
 from megatron.training.sharding import ShardedCompute

@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.tensor_parallel.mappings import group_rank, group_size
+from megatron.training.attention_mass import MassProbe
 from megatron.training.checkpointing import Checkpoint, save_checkpoint
 from megatron.training.config import LoggingConfig
 from megatron.training.console import Console, SilentConsole
 from megatron.training.data.batch import Batch
 from megatron.training.data.build import SampleDataset
 from megatron.training.data.sampler import batches
-from megatron.training.dsa_health import MassProbe
 from megatron.training.flops import peak_flops, training_flops
 from megatron.training.metrics import METRICS_FILE, MetricsWriter, read_metrics
 from megatron.training.prepare import Prepared, config_record

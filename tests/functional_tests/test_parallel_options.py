@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron.training.dsa_health import MassProbe
+from megatron.training.attention_mass import MassProbe
 from megatron.training.step import evaluate, train_step
 from tests.functional_tests import parallel_runs as runs
 from tests.functional_tests.parallel_runs import Case

@@ -1,6 +1,6 @@
 """Module specs: which class builds a part of the model, kept apart from the code that puts the parts together.
 
-A layer names its parts in a dataclass of submodules; a spec fills it in. Another backend (Transformer Engine layers, a
+A layer names its parts in a dataclass of submodules; a spec fills it in. Another backend (fused layers of a library, a
 test's probe) is another spec, and no layer changes. After Megatron-LM's interface.
 """
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from megatron.core.transformer.experimental_attention_variant.dsa import LossTracker
+from megatron.training.attention_mass import MassProbe
 from megatron.training.compute_params import ComputeParams
 from megatron.training.config import OptimizerConfig
 from megatron.training.data.batch import Batch, Sample, collate
-from megatron.training.dsa_health import MassProbe
 from megatron.training.flops import Workload
 from megatron.training.optimizer import build_optimizer
 from megatron.training.step import Engine, NonFiniteError, document_lengths, evaluate, train_step, workload

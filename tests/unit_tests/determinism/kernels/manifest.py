@@ -143,7 +143,7 @@ MANIFEST: dict[str, Dispatch] = {
     f"{MOE}/router.py:TopKRouter.forward": Dispatch(("gather",), "87285880d6f2", TRAINING),
     f"{MOE}/router.py:TopKRouter._choose": Dispatch(("scatter_",), "4f2fefc7388e", TRAINING),
     f"{MOE}/router.py:count_experts": Dispatch(("scatter_add_",), "3268eb3a56c7", TRAINING),
-    "megatron/training/dsa_health.py:attention_mass": Dispatch(("gather",), "a8ce2b6d496a", TRAINING),
+    "megatron/training/attention_mass.py:attention_mass": Dispatch(("gather",), "a8ce2b6d496a", TRAINING),
 }
 
 # Operators with an order of sums that a training step really runs, by PyTorch's names, and why a rerun repeats them.

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.places import OneLineParser, path_text, require_writable
+from megatron.training.path_arguments import OneLineParser, path_text, require_writable
 
 # No user, root included, can create anything there.
 LOCKED = "/proc/run"

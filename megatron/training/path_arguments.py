@@ -1,4 +1,4 @@
-"""Paths that a user names: empty ones, and directories that cannot be written to, found before any work is done."""
+"""Paths as arguments of a command: empty ones, and directories that cannot be written to, found before any work."""
 
 from __future__ import annotations
 

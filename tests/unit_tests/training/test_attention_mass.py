@@ -7,8 +7,8 @@ import torch
 
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.experimental_attention_variant.dsa import Layout, record_topk
-from megatron.training import dsa_health
-from megatron.training.dsa_health import MassProbe, attention_mass, held_rows, sampled_rows
+from megatron.training import attention_mass as module
+from megatron.training.attention_mass import MassProbe, attention_mass, held_rows, sampled_rows
 from tests.unit_tests.training.models import build
 
 LAYOUTS = {
@@ -57,7 +57,7 @@ def test_ranks_share_out_the_rows_that_one_process_samples(cp_size: int) -> None
 
 @pytest.mark.parametrize("at_once", [1, 40, 2**26])
 def test_the_mass_of_a_loop(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dsa_health, "_LOGITS_AT_ONCE", at_once)
+    monkeypatch.setattr(module, "_LOGITS_AT_ONCE", at_once)
     torch.manual_seed(0)
     layout, topk, scale = LAYOUTS["packed"], 3, 0.7
     q, kv = torch.randn(20, 2, 5), torch.randn(20, 5)
