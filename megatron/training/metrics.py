@@ -1,14 +1,17 @@
 """Where figures go: metrics.jsonl, TensorBoard, Weights & Biases.
 
 ``metrics.jsonl`` holds one line a step, flushed at once, so that a killed run loses nothing but the step it was in.
-A resumed run first drops the lines of steps that it will do again, and a half-written last line: so each step
-stands there once, and the file reads like that of an uninterrupted run. A run from the start in an earlier run's
-directory moves that one's file aside, to ``metrics.1.jsonl`` and so on.
+A number that is not finite is null there, since JSON has no other word for it.
+
+A resumed run first takes the lines of steps that it will do again out, and a half-written last line: so each step
+stands there once, and the file reads like that of an uninterrupted run. What was taken out is kept in
+``metrics.1.jsonl`` and so on; of a run from the start in an earlier run's directory that is all of the earlier one.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
@@ -41,6 +44,17 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return records
 
 
+def as_json(content: Record, indent: int | None = None) -> str:
+    """JSON text of ``content``; numbers that are not finite become null."""
+
+    def finite(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: finite(item) for key, item in value.items()}
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(finite(content), indent=indent, allow_nan=False)
+
+
 def scalars(record: Record) -> Iterator[tuple[str, float]]:
     """The numbers of a record under flat names: entries of a mapping or list become ``name/key``."""
     for name, value in record.items():
@@ -51,18 +65,26 @@ def scalars(record: Record) -> Iterator[tuple[str, float]]:
 
 
 class MetricsWriter:
-    """Writes the records of one process to every place that was asked for."""
+    """Writes the records of one process to every place that was asked for.
+
+    Attributes:
+        notices: what is to be said about what an earlier run left there.
+    """
 
     def __init__(self, config: LoggingConfig, log_dir: Path | None, first_step: int, run_config: Record) -> None:
         self._interval = config.tensorboard_log_interval
-        self._file = None if log_dir is None else _open_metrics(log_dir / METRICS_FILE, first_step)
+        self.notices: list[str] = []
+        self._file: TextIO | None = None
+        if log_dir is not None:
+            self.notices += _take_out_steps(log_dir / METRICS_FILE, first_step)
+            self._file = (log_dir / METRICS_FILE).open("a", encoding="utf-8")
         self._tensorboard = _open_tensorboard(config, first_step)
         self._wandb = _open_wandb(config, run_config)
 
     def write(self, record: Record) -> None:
         """Take one step's record; ``record["step"]`` is its number."""
         if self._file is not None:
-            self._file.write(json.dumps(record, allow_nan=False) + "\n")
+            self._file.write(as_json(record) + "\n")
             self._file.flush()
         if record["step"] % self._interval:
             return
@@ -90,20 +112,29 @@ class MetricsWriter:
             self._wandb.finish()
 
 
-def _open_metrics(path: Path, first_step: int) -> TextIO:
+def _take_out_steps(path: Path, first_step: int) -> list[str]:
+    """Move the lines of ``first_step`` and later ones aside; returns what is to be said about it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     records = read_metrics(path)
-    kept = [record for record in records if record["step"] < first_step]
-    if records and not kept:  # a run from the start, over another one's directory
-        os.replace(path, _unused(path))
-    replacement = path.with_suffix(".tmp")
-    replacement.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
-    os.replace(replacement, path)
-    return path.open("a", encoding="utf-8")
+    again = [record for record in records if record["step"] >= first_step]
+    notices = []
+    if again:
+        aside = _unused(path)
+        _write_records(aside, again)
+        steps = sorted(record["step"] for record in again)
+        notices = [f"{path} held steps {steps[0]} to {steps[-1]} of an earlier run: they are in {aside.name} now."]
+    _write_records(path, [record for record in records if record["step"] < first_step])
+    return notices
+
+
+def _write_records(path: Path, records: list[dict[str, Any]]) -> None:
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text("".join(as_json(record) + "\n" for record in records), encoding="utf-8")
+    os.replace(unfinished, path)
 
 
 def _unused(path: Path) -> Path:
-    """``metrics.1.jsonl`` and so on: a place for what an earlier run wrote."""
+    """``metrics.1.jsonl`` and so on: a place for lines of an earlier run."""
     return next(p for n in count(1) if not (p := path.with_name(f"{path.stem}.{n}{path.suffix}")).exists())
 
 

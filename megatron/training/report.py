@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.training.metrics import as_json
+
 CURVE_FILE = "loss_curve.png"
 SUMMARY_FILE = "summary.json"
+EVALUATION_FILE = "evaluation.json"  # of a run that evaluates and trains nothing
 
 # (key of a record, axis title); panels without a single value are left out.
 _PANELS = (
@@ -50,7 +52,8 @@ def _points(records: Sequence[Mapping[str, Any]], key: str) -> list[tuple[int, f
 
 def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
     """Write the figures of a finished run."""
-    path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(as_json(summary, indent=2) + "\n", encoding="utf-8")
 
 
 def describe(records: Sequence[Mapping[str, Any]], held_out: Mapping[str, Any], vocab_size: int) -> list[str]:

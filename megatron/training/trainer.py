@@ -33,7 +33,7 @@ from megatron.training.flops import peak_flops, training_flops
 from megatron.training.metrics import METRICS_FILE, MetricsWriter, read_metrics
 from megatron.training.prepare import Prepared, config_record
 from megatron.training.ranks import largest, rank, world_size
-from megatron.training.report import CURVE_FILE, SUMMARY_FILE, describe, plot_curves, write_summary
+from megatron.training.report import CURVE_FILE, EVALUATION_FILE, SUMMARY_FILE, describe, plot_curves, write_summary
 from megatron.training.scheduler import learning_rate
 from megatron.training.signals import StopRequest, stop_requests
 from megatron.training.step import (
@@ -65,11 +65,13 @@ class Trainer:
         self.saved_step = -1
         self.record = config_record(config)
         self.speaks = rank() == 0
-        logging, log_dir = (config.logging, self.log_dir) if self.speaks else (LoggingConfig(), None)
+        # An evaluation alone logs no steps, and leaves those of the run that it evaluates as they are.
+        logs = self.speaks and not config.training.skip_train
+        logging, log_dir = (config.logging, self.log_dir) if logs else (LoggingConfig(), None)
         self.metrics = MetricsWriter(logging, log_dir, self.progress.step + 1, self.record)
         console = Console(self.progress.step, train_iters, config.logging.log_interval) if self.speaks else None
         self.console = console or SilentConsole()
-        for notice in (*config.notices, *prepared.notices):
+        for notice in (*config.notices, *prepared.notices, *self.metrics.notices):
             self.console.say(notice)
 
     def run(self) -> int:
@@ -216,8 +218,19 @@ class Trainer:
         held_out = {key.removeprefix(f"{split}_"): value for key, value in self._evaluate(split).items()}
         held_out["split"] = "test" if split == "test" else "validation"
         self.console.close()
-        if self.speaks:
+        if self.speaks and self.config.training.skip_train:
+            self._report_evaluation(held_out)
+        elif self.speaks:
             self._report(held_out)
+
+    def _report_evaluation(self, held_out: dict[str, Any]) -> None:
+        """Of a run that trained nothing; what the training run left in the same directory stays."""
+        assert self.config.model.vocab_size is not None
+        for sentence in describe([], held_out, self.config.model.vocab_size):
+            self.console.say(sentence)
+        if self.log_dir is not None:
+            write_summary(self.log_dir / EVALUATION_FILE, {"step": self.progress.step, "held_out": held_out})
+            self.console.say(f"Evaluation: {self.log_dir / EVALUATION_FILE}")
 
     def _report(self, held_out: dict[str, Any]) -> None:
         records: list[dict[str, Any]] = []

@@ -143,6 +143,20 @@ def test_a_resume_says_which_options_changed(tmp_path: Path, capsys: pytest.Capt
     assert f"Options differ from those of the checkpoint: {expected}" in capsys.readouterr().err
 
 
+def test_a_resume_from_an_earlier_step_keeps_the_later_ones_aside(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--train-iters", "4", "--save-interval", "2", "--save", tmp_path]
+    assert train(*flags) == 0
+    first = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    capsys.readouterr()
+    assert train(*flags, "--load", tmp_path, "--ckpt-step", "2") == 0
+    notice = f"{tmp_path / 'metrics.jsonl'} held steps 3 to 4 of an earlier run: they are in metrics.1.jsonl now."
+    assert capsys.readouterr().err.splitlines().count(notice) == 1
+    assert (tmp_path / "metrics.1.jsonl").read_text().splitlines() == first[2:]
+    assert (tmp_path / "metrics.jsonl").read_text().splitlines()[:2] == first[:2]
+
+
 def test_evaluation_does_not_move_training(tmp_path: Path) -> None:
     assert train("--train-iters", "5", "--eval-interval", "1", "--log-dir", tmp_path / "often") == 0
     assert train("--train-iters", "5", "--eval-iters", "0", "--log-dir", tmp_path / "never") == 0

@@ -191,4 +191,43 @@ def test_losses_do_not_depend_on_the_micro_batch_size(tmp_path: Path, per_token:
 def test_skip_train_evaluates_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train("--train-iters", "2", "--skip-train", "--save", tmp_path) == 0
     assert "Held-out LM loss (test set): 5." in capsys.readouterr().err
-    assert not list(tmp_path.glob("iter_*"))
+    assert [path.name for path in tmp_path.iterdir()] == ["evaluation.json"]
+
+
+def test_an_evaluation_changes_nothing_of_the_run_that_it_evaluates(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = ["--save", tmp_path, "--tensorboard-dir", tmp_path / "events"]
+    assert train("--train-iters", "4", "--save-interval", "2", *places) == 0
+    files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    capsys.readouterr()
+    assert train("--train-iters", "4", "--skip-train", *places, "--load", tmp_path, "--ckpt-step", "2") == 0
+    assert capsys.readouterr().err.splitlines()[-1] == f"Evaluation: {tmp_path / 'evaluation.json'}"
+    evaluation = json.loads((tmp_path / "evaluation.json").read_text())
+    assert evaluation["step"] == 2 and 5 < evaluation["held_out"]["lm_loss"] < 6
+    now = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert now.keys() - files.keys() == {tmp_path / "evaluation.json"}
+    assert [path for path in files if now[path] != files[path]] == []
+
+
+def test_a_run_that_lets_figures_pass_that_are_not_finite_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def poisoned(engine, batches, rate, probe=None) -> StepResult:
+        result = train_step(engine, batches, rate, probe)
+        if rate == 1e-2:  # the first step after warm-up
+            with torch.no_grad():
+                engine.model.output_layer.weight.fill_(float("nan"))
+        return result
+
+    monkeypatch.setattr(trainer, "train_step", poisoned)
+    flags = ["--no-check-for-nan-in-loss-and-grad", "--untie-embeddings-and-output-weights", "--eval-interval", "2"]
+    run = ["--save", tmp_path, "--load", tmp_path, "--tensorboard-dir", tmp_path / "events"]
+    for last in (3, 5):  # the second run reads what the first one left
+        assert train(*flags, *run, "--train-iters", last) == 0
+    said = capsys.readouterr().err
+    assert "LM loss nan" in said and "Held-out LM loss (test set): nan" in said
+    records = figures(tmp_path)
+    assert [record["lm_loss"] is None for record in records] == [False, False, True, True, True]
+    assert [record["grad_norm"] is None for record in records] == [False, False, True, True, True]
+    assert json.loads((tmp_path / "summary.json").read_text())["held_out"]["lm_loss"] is None

@@ -38,19 +38,36 @@ def test_a_half_written_line_goes(tmp_path: Path) -> None:
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
 
 
-def test_a_new_run_starts_a_new_file(tmp_path: Path) -> None:
-    write(tmp_path, 1, 3)
-    write(tmp_path, 1, 1)
-    assert [r["step"] for r in read_metrics(tmp_path / METRICS_FILE)] == [1]
-
-
-def test_a_new_run_keeps_what_earlier_ones_wrote(tmp_path: Path) -> None:
-    for loss in (3.0, 2.0, 1.0):
-        writer = MetricsWriter(LoggingConfig(), tmp_path, 1, {})
-        writer.write({"step": 1, "lm_loss": loss})
+def test_steps_that_are_done_again_are_kept_aside(tmp_path: Path) -> None:
+    path = tmp_path / METRICS_FILE
+    for first, loss in ((1, 3.0), (1, 2.0), (3, 1.0)):
+        writer = MetricsWriter(LoggingConfig(), tmp_path, first, {})
+        for step in range(first, 5):
+            writer.write({"step": step, "lm_loss": loss})
         writer.close()
-    found = {path.name: read_metrics(path)[0]["lm_loss"] for path in tmp_path.iterdir()}
-    assert found == {"metrics.jsonl": 1.0, "metrics.1.jsonl": 3.0, "metrics.2.jsonl": 2.0}
+    found = {p.name: [(r["step"], r["lm_loss"]) for r in read_metrics(p)] for p in tmp_path.iterdir()}
+    assert found == {
+        "metrics.jsonl": [(1, 2.0), (2, 2.0), (3, 1.0), (4, 1.0)],
+        "metrics.1.jsonl": [(1, 3.0), (2, 3.0), (3, 3.0), (4, 3.0)],
+        "metrics.2.jsonl": [(3, 2.0), (4, 2.0)],
+    }
+    assert writer.notices == [f"{path} held steps 3 to 4 of an earlier run: they are in metrics.2.jsonl now."]
+    assert MetricsWriter(LoggingConfig(), tmp_path, 5, {}).notices == []
+
+
+def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
+    nan, inf = float("nan"), float("inf")
+    write(tmp_path, 1, 2, lm_loss=nan, indexer_loss_by_layer={"1": -inf, "2": 0.5}, lr=0.1)
+    write(tmp_path, 2, 2, lm_loss=inf)  # a resume reads what it finds
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    lines = [json.loads(line, parse_constant=refuse) for line in (tmp_path / METRICS_FILE).read_text().splitlines()]
+    assert lines == [
+        {"step": 1, "lm_loss": None, "indexer_loss_by_layer": {"1": None, "2": 0.5}, "lr": 0.1},
+        {"step": 2, "lm_loss": None},
+    ]
 
 
 def test_lines_are_there_at_once(tmp_path: Path) -> None:

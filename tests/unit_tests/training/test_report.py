@@ -30,6 +30,18 @@ def test_sentences() -> None:
     assert describe([], {"split": "test"}, 257) == []
 
 
+def test_what_was_not_finite_is_left_out(tmp_path: Path) -> None:
+    gone = {"lm_loss": None, "indexer_loss": None, "dsa_attention_mass": None, "valid_lm_loss": None}
+    records = [RECORDS[0], {"step": 2} | gone, {"step": 3} | gone]
+    plot_curves(records, tmp_path / "curve.png")
+    assert describe(records, {"lm_loss": None, "split": "test"}, 257)[0].startswith("LM loss: 4.0000 at step 1, 4.0000")
+    plot_curves(records[1:], tmp_path / "curve.png")
+    assert describe(records[1:], {"lm_loss": float("nan"), "split": "test"}, 257) == [
+        "Held-out LM loss (test set): nan."
+    ]
+
+
 def test_the_summary_is_json(tmp_path: Path) -> None:
-    write_summary(tmp_path / "summary.json", {"step": 3})
-    assert json.loads((tmp_path / "summary.json").read_text()) == {"step": 3}
+    path = tmp_path / "new" / "summary.json"
+    write_summary(path, {"step": 3, "held_out": {"lm_loss": float("nan")}})
+    assert json.loads(path.read_text()) == {"step": 3, "held_out": {"lm_loss": None}}
