@@ -2,7 +2,8 @@
 
 A process that fails ends at once and does not wait for the others in a shutdown handshake: the launcher sees it, and
 stops the rest. Those notice a broken connection sooner; they hold their tongue for a moment, so that the first cause
-stands on top of the log, and then say in one line whom they lost.
+stands on top of the log, and then say in one line that they lost another rank. An error of a communication library that
+may have another cause waits as long and is then told in full.
 """
 
 from __future__ import annotations
@@ -24,8 +25,15 @@ from megatron.core.tensor_parallel.shards import local_part
 # Seconds that a rank which lost another one leaves to the first cause; launchers wait longer before they kill.
 _PATIENCE = 3.0
 _SHOWN = 3
-# What Gloo, NCCL and the rendezvous say when the other side is gone.
-_LOST = ("connection closed by peer", "connection reset", "gloo", "nccl", "timed out waiting", "socket", "broken pipe")
+# What Gloo, NCCL and the rendezvous say when the other side is gone, and what else they say speaks of them.
+_LOST = (
+    "connection closed by peer",
+    "connection closed by remote peer",
+    "connection reset by peer",
+    "connection was likely closed",
+    "broken pipe",
+)
+_COMMUNICATION = ("gloo", "nccl", "timed out waiting", "socket")
 
 
 def world_size() -> int:
@@ -126,7 +134,7 @@ def flat_tensors(state: Mapping[str, object], prefix: str = "") -> Iterable[tupl
 
 def wait_for_the_first() -> None:
     """Give rank 0 the time to say what is most likely wrong on all ranks; the launcher then ends the others unheard."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and os.environ.get("RANK", "0") != "0":
+    if os.environ.get("WORLD_SIZE", "1") != "1" and os.environ.get("RANK", "0") != "0":
         time.sleep(_PATIENCE)
 
 
@@ -140,10 +148,19 @@ def leave(code: int) -> int:
 
 
 def report_crash(error: BaseException) -> None:
-    """Say on stderr what ended this rank of several: the first cause in full, a lost connection in one late line."""
+    """Say on stderr what ended this rank of several: in one line if it lost another one, else in full.
+
+    What may follow from another rank's failure is said late.
+    """
     text = " ".join(str(error).split())
-    if isinstance(error, RuntimeError) and any(sign in text.lower() for sign in _LOST):
+
+    def speaks_of(signs: tuple[str, ...]) -> bool:
+        return isinstance(error, RuntimeError) and any(sign in text.lower() for sign in signs)
+
+    lost = speaks_of(_LOST)
+    if lost or speaks_of(_COMMUNICATION):
         time.sleep(_PATIENCE)
+    if lost:
         print(f"rank {rank()}: lost another rank ({text[:200]}).", file=sys.stderr, flush=True)
         return
     trace = "".join(traceback.format_exception(error))

@@ -45,24 +45,62 @@ def test_tensors_of_a_nested_state_are_named() -> None:
     assert [name for name, _ in ranks.flat_tensors(state)] == ["a", "b.c"]
 
 
-def test_a_lost_connection_is_one_late_line_and_a_cause_is_told_in_full(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+LOST = [
+    "[gloo/transport] Connection closed by peer\n[::1]:1",
+    "NCCL error, remote process exited\nLast error:\nsocketProgress: Connection closed by remote peer host<1>",
+    "recvValue failed on SocketImpl(fd=4): Connection reset by peer",
+    "failed to recv, got 0 bytes. Connection was likely closed.",
+    "[gloo/transport] writev: Broken pipe",
+]
+UNSURE = [
+    "NCCL error in: ProcessGroupNCCL.cpp, unhandled cuda error\nLast error:\nCuda failure 'out of memory'",
+    "[gloo/transport] Timed out waiting 1000ms for recv operation to complete",
+    "No backend type associated with device type cpu: gloo is not initialized",
+]
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds that a rank would have slept."""
     waits: list[float] = []
     monkeypatch.setattr(ranks.time, "sleep", waits.append)
-    ranks.report_crash(RuntimeError("[gloo/transport] Connection closed by peer\n[::1]:1"))
-    assert (
-        capsys.readouterr().err == "rank 0: lost another rank ([gloo/transport] Connection closed by peer [::1]:1).\n"
-    )
+    return waits
+
+
+def caught(error: Exception) -> Exception:
+    try:
+        raise error
+    except Exception as raised:
+        return raised
+
+
+@pytest.mark.parametrize("text", LOST)
+def test_a_lost_connection_is_one_late_line(text: str, waits: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    ranks.report_crash(caught(RuntimeError(text)))
+    assert capsys.readouterr().err == f"rank 0: lost another rank ({' '.join(text.split())}).\n"
     assert waits == [ranks._PATIENCE]
-    ranks.report_crash(RuntimeError("the lamp went out"))
-    error = capsys.readouterr().err
-    assert error.startswith("rank 0: RuntimeError: the lamp went out\n") and len(waits) == 1
 
 
-def test_only_later_ranks_wait_for_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[float] = []
-    monkeypatch.setattr(ranks.time, "sleep", waits.append)
+@pytest.mark.parametrize("text", UNSURE)
+def test_another_error_of_a_communication_library_is_told_late_and_in_full(
+    text: str, waits: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks.report_crash(caught(RuntimeError(text)))
+    line, *trace = capsys.readouterr().err.splitlines()
+    assert line == f"rank 0: RuntimeError: {' '.join(text.split())}" and waits == [ranks._PATIENCE]
+    assert trace[0].startswith("Traceback") and "in caught" in trace[1]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("the lamp went out"), ValueError("broken pipe of gloo")])
+def test_any_other_error_is_told_at_once(
+    error: Exception, waits: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks.report_crash(caught(error))
+    line, *trace = capsys.readouterr().err.splitlines()
+    assert line == f"rank 0: {type(error).__name__}: {error}" and trace[0].startswith("Traceback") and waits == []
+
+
+def test_only_later_ranks_wait_for_the_first(monkeypatch: pytest.MonkeyPatch, waits: list[float]) -> None:
     for world, own in (("1", "0"), ("4", "0"), ("4", "2")):
         monkeypatch.setenv("WORLD_SIZE", world)
         monkeypatch.setenv("RANK", own)
