@@ -44,7 +44,7 @@ from megatron.training.config import (
     ValidationConfig,
 )
 from megatron.training.data.config import DataConfig
-from megatron.training.megatron_flags import ABSENT, ALIASES, ALWAYS
+from megatron.training.megatron_flags import ABSENT, ALIASES, ALWAYS, differences
 from megatron.training.model_defaults import match_engine, model_defaults
 
 PROGRAM = "pretrain_gpt"
@@ -137,7 +137,7 @@ def parse_args(arguments: Sequence[str]) -> PretrainConfig:
         values = {group: cls(**fields[group]) for group, cls in _GROUPS.items()}
     except ValueError as error:
         raise CommandLineError(str(error)) from None
-    return PretrainConfig(**values, preset=preset, notices=notices)
+    return PretrainConfig(**values, preset=preset, notices=(*differences(arguments), *notices))
 
 
 def _fields(mirror: Any) -> dict[str, Any]:

@@ -153,7 +153,11 @@ class CheckpointConfig:
     """Save the state of the random number generators."""
 
     def __post_init__(self) -> None:
-        _require_positive(self, "save_interval", "ckpt_step")
+        _require_positive(self, "save_interval")
+        _require(
+            self.ckpt_step is None or self.ckpt_step >= 0,
+            f"--ckpt-step is {self.ckpt_step}: give the step of a checkpoint, 0 or a positive number.",
+        )
         _require(
             self.save is not None or self.save_interval is None,
             f"--save-interval {self.save_interval} has nowhere to save to: give --save DIR, or drop it.",

@@ -1,12 +1,15 @@
 """What Megatron-LM's users type, and what it means here.
 
-Three tables. ``ALIASES`` spells Megatron's switches in this package's flags. ``ALWAYS`` lists switches that ask for
+Tables. ``ALIASES`` spells Megatron's switches in this package's flags, and ``DIFFERENCES`` says which of them do
+something else here; a run that is given one says so. ``ALWAYS`` lists switches that ask for
 what is so anyway, and which are accepted and dropped. ``ABSENT`` gives each well-known flag that this package lacks
 a sentence of its own; an entry ends with what to use instead. A test holds the tables disjoint from the flags that
 exist.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 # Names without the leading dashes, as everywhere in this package's command-line code.
 ALIASES: dict[str, tuple[str, ...]] = {
@@ -16,6 +19,11 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "num-experts": ("--num-moe-experts",),
     "apply-layernorm-1p": ("--layernorm-zero-centered-gamma",),
     "recompute-activations": ("--recompute-granularity", "full"),
+}
+
+DIFFERENCES: dict[str, str] = {
+    "recompute-activations": "Megatron recomputes attention alone, but this package whole layers, which takes more "
+    "time and less memory (--recompute-granularity full)",
 }
 
 ALWAYS: dict[str, str] = {
@@ -31,7 +39,6 @@ ALWAYS: dict[str, str] = {
     "no-gradient-accumulation-fusion": "gradients accumulate in plain PyTorch",
     "exit-signal-handler": "SIGTERM always saves and stops",
     "log-throughput": "throughput is always reported",
-    "use-checkpoint-args": "flags are compared with the checkpoint by tensor shapes",
     "accumulate-allreduce-grads-in-fp32": "gradients are FP32",
     "no-async-tensor-model-parallel-allreduce": "communication is not overlapped by hand",
 }
@@ -90,7 +97,7 @@ ABSENT: dict[str, str] = {
     "use-custom-fsdp": _FSDP,
     "use-torch-fsdp2": _FSDP,
     "data-parallel-sharding-strategy": _FSDP,
-    "transformer-impl": "this package has no Transformer Engine build of the whole model to choose: drop the flag",
+    "transformer-impl": "this package has no Transformer Engine layers: drop the flag",
     "fp8-format": _FP8_TRAINING,
     "fp8-recipe": _FP8_TRAINING,
     "fp8-margin": _FP8_TRAINING,
@@ -161,6 +168,8 @@ ABSENT: dict[str, str] = {
     "ckpt-fully-parallel-save": _CKPT,
     "ckpt-fully-parallel-load": _CKPT,
     "auto-detect-ckpt-format": _CKPT,
+    "use-checkpoint-args": "this package takes no flags out of a checkpoint: repeat those it was made with, which its "
+    "config.json lists",
     "pretrained-checkpoint": "this package has no second checkpoint flag: use --load DIR --finetune",
     "vocab-file": _VOCAB,
     "merge-file": _VOCAB,
@@ -176,3 +185,9 @@ ABSENT: dict[str, str] = {
     "hidden-act": "this package spells it --activation-func, and has SwiGLU only: use --swiglu",
     "indexer-loss-coeff": "this package spells it --dsa-indexer-loss-coeff",
 }
+
+
+def differences(arguments: Sequence[str]) -> tuple[str, ...]:
+    """A notice for each flag of a command line that means something else here than in Megatron."""
+    names = {token[2:].partition("=")[0].replace("_", "-") for token in arguments if token.startswith("--")}
+    return tuple(f"--{name}: {DIFFERENCES[name]}." for name in DIFFERENCES if name in names)

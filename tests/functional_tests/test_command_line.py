@@ -69,7 +69,7 @@ REFUSED: list[tuple[Prepare, list[str], str]] = [
     (nothing, [*TINY, *RUN, "--zzzz", "3"], "--zzzz is no flag of this program: see --help"),
     (nothing, [*TINY, *RUN, "--pipeline-model-parallel-size", "2"], "this package has no pipeline parallelism"),
     (nothing, [*TINY, *RUN, "--use-distributed-optimizer"], "this package has no distributed optimizer"),
-    (nothing, [*TINY, *RUN, "--transformer-impl=transformer_engine"], "this package has no Transformer Engine build"),
+    (nothing, [*TINY, *RUN, "--transformer-impl=transformer_engine"], "this package has no Transformer Engine layers"),
     (nothing, [*TINY, *RUN, "--fp8_format", "hybrid"], "this package has no FP8 training: use --bf16"),
     (nothing, [*TINY, *RUN, "--fp16"], "this package has no FP16 training and no loss scaling: use --bf16"),
     (nothing, [*TINY, *RUN, "--bf16", "--no-bf16"], "--bf16 and --no-bf16 contradict each other"),
@@ -137,7 +137,7 @@ def test_a_run_that_cannot_start_says_one_sentence_and_creates_nothing(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize("flag", ["--save", "--log-dir", "--tensorboard-dir"])
+@pytest.mark.parametrize("flag", ["--save", "--log-dir", "--tensorboard-dir", "--wandb-save-dir"])
 def test_a_directory_that_cannot_be_made_is_refused_before_training(
     flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,6 +177,16 @@ def test_processes_without_a_launcher_are_refused(
     assert train(*RUN, "--save", tmp_path / "save") == 2
     assert "WORLD_SIZE is 2, but RANK and MASTER_ADDR are not set" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("variable", ["WORLD_SIZE", "RANK"])
+def test_a_launchers_variable_that_is_no_number_is_one_sentence(variable: str) -> None:
+    program = f"import os, runpy; os.environ[{variable!r}] = 'abc'; "
+    program += "runpy.run_module('megatron.training.pretrain_gpt', run_name='__main__')"
+    process = spawn(*RUN, launcher=["-c", program])
+    message = process.communicate()[1]
+    assert message.startswith(f"pretrain_gpt: {variable} is 'abc' in the environment") and message.count("\n") == 1
+    assert process.returncode == 2
 
 
 def test_help_groups_flags_and_shows_docstrings_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ import torch
 from megatron.core.models.gpt.presets import PRESETS, get_preset
 from megatron.training import arguments
 from megatron.training.arguments import CommandLineError, parse_args
-from megatron.training.megatron_flags import ABSENT, ALIASES, ALWAYS
+from megatron.training.megatron_flags import ABSENT, ALIASES, ALWAYS, DIFFERENCES
 
 TINY = ["--preset", "tiny-glm5"]
 
@@ -97,6 +97,7 @@ REFUSED = [
     ("--moe-layer-freq [0]*99999999999999", "which is no list of integers"),
     ("--moe-layer-freq [0.5,1]", "--moe-layer-freq is '[0.5,1]', which is no list of integers"),
     ("--moe-layer-freq 0 one", "--moe-layer-freq takes an integer or a list (an integer each), but '0 one' was given."),
+    ("--use-checkpoint-args", "--use-checkpoint-args: this package takes no flags out of a checkpoint: repeat those"),
     ("stray", "'stray' belongs to no flag"),
     ("--preset glm5", "--preset glm5 is unknown: did you mean glm-5?"),
     ("--preset qqqq", "--preset qqqq is unknown: use one of tiny-glm5"),
@@ -134,6 +135,16 @@ def test_the_tables_name_no_flag_that_exists_and_point_only_to_flags_that_do() -
 
 def test_flags_that_ask_for_what_is_so_are_accepted() -> None:
     assert parse_args([*TINY, *(f"--{name}" for name in ALWAYS)]) == parse_args(TINY)
+
+
+def test_a_flag_that_means_something_else_here_is_taken_and_said() -> None:
+    assert DIFFERENCES.keys() <= ALIASES.keys()
+    for spelling in ("--recompute-activations", "--recompute_activations"):
+        config = parse_args([*TINY, spelling])
+        assert config.model.recompute_granularity == "full"
+        (notice,) = config.notices
+        assert notice.startswith("--recompute-activations: Megatron recomputes attention alone, but this package whole")
+    assert parse_args([*TINY, "--recompute-granularity", "full"]).notices == ()
 
 
 def test_every_flag_has_a_help_text_that_ends_a_sentence() -> None:

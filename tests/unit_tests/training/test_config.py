@@ -35,7 +35,7 @@ REFUSED = [
     (OptimizerConfig, {"lr_warmup_fraction": 0.1, "lr_warmup_iters": 3}, "both say how long warm-up is"),
     (OptimizerConfig, {"lr": 1.0, "min_lr": 2.0}, "--min-lr 2.0 is above --lr 1.0"),
     (CheckpointConfig, {"save": "x", "save_interval": 0}, "--save-interval is 0"),
-    (CheckpointConfig, {"load": "x", "ckpt_step": 0}, "--ckpt-step is 0"),
+    (CheckpointConfig, {"load": "x", "ckpt_step": -1}, "--ckpt-step is -1"),
     (CheckpointConfig, {"save_interval": 3}, "--save-interval 3 has nowhere to save to"),
     (CheckpointConfig, {"ckpt_step": 3}, "--ckpt-step has nothing to load"),
     (CheckpointConfig, {"finetune": True}, "--finetune has nothing to load"),
