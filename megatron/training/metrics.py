@@ -151,6 +151,8 @@ def _open_wandb(config: LoggingConfig, run_config: Record) -> Any:
         return None
     import wandb
 
+    if config.wandb_save_dir is not None:  # where it is missing, wandb takes the system's temporary directory
+        Path(config.wandb_save_dir).mkdir(parents=True, exist_ok=True)
     return wandb.init(
         project=config.wandb_project,
         entity=config.wandb_entity,

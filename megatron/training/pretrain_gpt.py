@@ -59,7 +59,9 @@ def _require_places(config: PretrainConfig) -> None:
     """Every process writes its shards of a checkpoint; the first one alone writes the rest."""
     places = {"--save": config.checkpoint.save}
     if os.environ.get("RANK", "0") == "0":
-        places |= {"--log-dir": config.logging.log_dir, "--tensorboard-dir": config.logging.tensorboard_dir}
+        logging = config.logging
+        places |= {"--log-dir": logging.log_dir, "--tensorboard-dir": logging.tensorboard_dir}
+        places["--wandb-save-dir"] = logging.wandb_save_dir
     for flag, place in places.items():
         if place is not None:
             require_writable(flag, place)
@@ -86,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def exit_at_once(code: int) -> None:
     """End this process. Several ranks skip the interpreter's tear-down, in which Gloo's threads may abort."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if os.environ.get("WORLD_SIZE", "1") != "1":
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

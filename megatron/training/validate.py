@@ -54,8 +54,28 @@ def require_parallel(model: MLATransformerConfig, world_size: int) -> ParallelSi
     return sizes
 
 
+def launcher_number(name: str, default: int) -> int:
+    """A number that the launcher of several processes puts into the environment.
+
+    Raises:
+        ValueError: it is no number.
+    """
+    text = os.environ.get(name, str(default))
+    if not (text.isascii() and text.isdigit()):
+        raise ValueError(
+            f"{name} is {text!r} in the environment, but it counts processes: start the processes with torchrun, or "
+            f"unset {name}."
+        )
+    return int(text)
+
+
 def _world_size() -> int:
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    world, rank = launcher_number("WORLD_SIZE", 1), launcher_number("RANK", 0)
+    if rank >= world:
+        raise ValueError(
+            f"RANK {rank} is none of the {world} ranks that WORLD_SIZE counts: start the processes with torchrun, or "
+            "unset both."
+        )
     if world > 1 and not {"RANK", "MASTER_ADDR"} <= os.environ.keys():
         raise ValueError(
             f"WORLD_SIZE is {world}, but RANK and MASTER_ADDR are not set: start the processes with torchrun, or unset "
@@ -87,7 +107,7 @@ def device_of(config: PretrainConfig) -> torch.device:
     """Where to run.
 
     Raises:
-        ValueError: a GPU was asked for and there is none.
+        ValueError: a GPU was asked for and there is none, or none for this process.
     """
     wanted = config.distributed.device
     if wanted == "cuda" and not torch.cuda.is_available():
@@ -96,7 +116,13 @@ def device_of(config: PretrainConfig) -> torch.device:
         )
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    index, count = launcher_number("LOCAL_RANK", 0), torch.cuda.device_count()
+    if index >= count:
+        raise ValueError(
+            f"LOCAL_RANK is {index}, but PyTorch finds {count} GPUs on this machine: start at most {count} processes "
+            "on it, or use --device cpu."
+        )
+    return torch.device("cuda", index)
 
 
 def require_kernels(model: MLATransformerConfig, device: torch.device) -> None:
@@ -132,7 +158,7 @@ def require_memory(model: MLATransformerConfig, device: torch.device, sizes: Par
         available = torch.cuda.get_device_properties(device).total_memory
     else:
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        available //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        available //= max(launcher_number("LOCAL_WORLD_SIZE", 1), 1)
     if needed > available:
         raise ValueError(
             f"The model has {parameters / 1e9:.3g} billion parameters, whose weights, gradients and optimizer state "

@@ -87,7 +87,7 @@ def test_a_missing_file_is_empty(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / METRICS_FILE) == []
 
 
-def test_wandb_gets_the_same_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_gets_the_same_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     run = types.SimpleNamespace(
         log=lambda figures, step: calls.append((step, figures)), finish=lambda: calls.append("finished")
@@ -96,15 +96,17 @@ def test_wandb_gets_the_same_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     fake.init = lambda **options: calls.append(options) or run  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", fake)
     options = LoggingConfig(wandb_project="p", wandb_exp_name="n", tensorboard_log_interval=2)
+    options.wandb_save_dir = str(tmp_path / "new" / "runs")
     writer = MetricsWriter(options, None, 1, {"lr": 1})
     for step in (1, 2):
         writer.write({"step": step, "lm_loss": 0.5})
     writer.close()
     assert calls == [
-        {"project": "p", "entity": None, "name": "n", "dir": None, "config": {"lr": 1}},
+        {"project": "p", "entity": None, "name": "n", "dir": options.wandb_save_dir, "config": {"lr": 1}},
         (2, {"lm_loss": 0.5}),
         "finished",
     ]
+    assert Path(options.wandb_save_dir).is_dir()
 
 
 def test_whether_wandb_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
