@@ -94,6 +94,8 @@ def _figures(record: Mapping[str, Any]) -> str:
     parts = [f"LM loss {record['lm_loss']:.4f}"]
     if record.get("indexer_loss") is not None:
         parts.append(f"indexer loss {record['indexer_loss']:.4f}")
+    if record.get("load_balancing_loss") is not None:
+        parts.append(f"load balancing loss {record['load_balancing_loss']:.4f}")
     if record.get("dsa_attention_mass") is not None:
         parts.append(f"mass {record['dsa_attention_mass']:.3f}")
     parts.append(f"{rate(record['tokens_per_second'])} tokens/s")

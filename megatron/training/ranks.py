@@ -66,7 +66,7 @@ def largest(code: int, groups: ProcessGroupCollection, device: torch.device) -> 
     """The largest ``code`` that any rank gives."""
     if groups.world is None:
         return code
-    message = torch.tensor(code, device=device)
+    message = torch.full((), code, device=device)
     dist.all_reduce(message, op=dist.ReduceOp.MAX, group=groups.world)
     return int(message)
 

@@ -17,6 +17,7 @@ EVALUATION_FILE = "evaluation.json"  # of a run that evaluates and trains nothin
 _PANELS = (
     ("lm_loss", "LM loss"),
     ("indexer_loss", "indexer loss (KL)"),
+    ("load_balancing_loss", "load balancing loss"),
     ("dsa_attention_mass", "attention mass of the selection"),
 )
 

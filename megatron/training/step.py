@@ -2,16 +2,19 @@
 
 Gradients are sums. Every loss is a sum over rows divided by its normalizer before it is back-propagated, so
 micro-batches simply add up. The normalizer is the loss tokens of the whole step with ``calculate_per_token_loss``;
-otherwise, for the language-model loss, the loss tokens of the micro-batch times the micro-batches, and for the
-indexer's loss, the valid rows of the micro-batch times the micro-batches (the loss mask picks no indexer rows).
+otherwise, for the language-model loss, the loss tokens of the micro-batch times the micro-batches, and for the side
+losses (the indexer's and the experts' balance), the valid rows of the micro-batch times the micro-batches (the loss
+mask picks no rows of theirs).
 Micro-batches of a step are fetched together, because the first already needs the tokens of all.
 
 Over ranks, gradients and figures are sums as well, and so normalizers count the tokens, rows and micro-batches of all
 data-parallel ranks. Every rank is given its whole micro-batch and cuts its own rows out of it here. Figures are summed
-over all ranks before anyone looks at them, so that all take the same decision.
+over all ranks before anyone looks at them, so that all take the same decision. The side losses' figures are means over
+all rows of the step, whatever their gradients are divided by.
 
-The device is synchronized once a step, after the passes: losses and the gradient norm are read together, and checked
-before the weights change.
+Outside of the model, the host waits for the device once, after the passes: losses and the gradient norm are read
+together, and checked before the weights change. With ``calculate_per_token_loss`` and several data-parallel ranks it
+waits before the passes too, for the loss tokens of all.
 """
 
 from __future__ import annotations
@@ -61,10 +64,11 @@ class NonFiniteError(RunStopped):
 
 @dataclass(frozen=True)
 class StepResult:
-    """Figures of one step; losses are means over tokens, KL sums means over rows."""
+    """Figures of one step; the LM loss is a mean over tokens, the side losses of each layer are means over rows."""
 
     lm_loss: float
     indexer_losses: dict[int, float]
+    balance_losses: dict[int, float]
     grad_norm: float
     attention_mass: dict[int, float]
 
@@ -85,8 +89,12 @@ class Engine:
 
 @dataclass
 class _Sums:
+    """Of this rank's rows, then of all ranks': the LM loss, normalized; rows, and sums of side losses over them."""
+
     lm_loss: Tensor
+    rows: Tensor
     indexer: dict[int, Tensor] = field(default_factory=dict)
+    balance: dict[int, Tensor] = field(default_factory=dict)
 
 
 def document_lengths(batch: Batch) -> list[int]:
@@ -127,8 +135,9 @@ def train_step(engine: Engine, batches: Sequence[Batch], rate: float, probe: Mas
 
 def _run_passes(engine: Engine, batches: Sequence[Batch], probe: MassProbe | None) -> _Sums:
     engine.model.train()
-    sums = _Sums(torch.zeros((), device=engine.device))
-    step_tokens = _over_dp(sum(float(batch.loss_mask.sum()) for batch in batches), engine)
+    rows = float(sum(sum(document_lengths(batch)) for batch in batches))
+    sums = _Sums(torch.zeros((), device=engine.device), torch.full((), rows, device=engine.device))
+    step_tokens = _step_tokens(engine, batches)
     with engine.compute.installed():
         for number, batch in enumerate(batches):
             lm_normalizer, indexer_normalizer = _normalizers(engine, batch, step_tokens, len(batches))
@@ -137,13 +146,14 @@ def _run_passes(engine: Engine, batches: Sequence[Batch], probe: MassProbe | Non
             loss.backward()
             engine.compute.accumulate()
             sums.lm_loss += loss.detach()
-            for layer, kl_sum in losses.kl_sums.items():
-                sums.indexer[layer] = sums.indexer.get(layer, 0.0) + kl_sum / indexer_normalizer
+            for total, part in ((sums.indexer, losses.kl_sums), (sums.balance, losses.balance_sums)):
+                for layer, loss_sum in part.items():
+                    total[layer] = total.get(layer, 0.0) + loss_sum
     return sums
 
 
 def _normalizers(engine: Engine, batch: Batch, step_tokens: float, num_batches: int) -> tuple[float, float]:
-    """Of the language-model loss and of the indexer's, both at least 1."""
+    """Of the language-model loss and of the side losses, both at least 1."""
     if engine.per_token_loss:
         return max(step_tokens, 1.0), max(step_tokens, 1.0)
     rows = float(sum(document_lengths(batch)))
@@ -151,11 +161,14 @@ def _normalizers(engine: Engine, batch: Batch, step_tokens: float, num_batches: 
     return max(float(batch.loss_mask.sum()), 1.0) * passes, max(rows, 1.0) * passes
 
 
-def _over_dp(value: float, engine: Engine) -> float:
-    """The sum of a host number over data-parallel ranks."""
+def _step_tokens(engine: Engine, batches: Sequence[Batch]) -> float:
+    """Loss tokens of the step on all data-parallel ranks; not counted where no normalizer reads them."""
+    if not engine.per_token_loss:
+        return 0.0
+    own = sum(float(batch.loss_mask.sum()) for batch in batches)
     if group_size(engine.groups.dp) == 1:
-        return value
-    total = torch.tensor(value, dtype=torch.float64, device=engine.device)
+        return own
+    total = torch.full((), own, dtype=torch.float64, device=engine.device)
     dist.all_reduce(total, group=engine.groups.dp)
     return total.item()
 
@@ -179,28 +192,37 @@ def _whole_layout(batch: Batch, packed: PackedSeqParams | None) -> Layout:
 
 
 def _sum_figures(sums: _Sums, groups: ProcessGroupCollection) -> None:
-    """Sum the figures over all ranks; tensor-parallel ranks have the same LM loss, so it counts on the first."""
+    """Sum the figures over all ranks; what tensor- or context-parallel ranks have alike counts on their first."""
     if groups.world is None:
         return
     if group_rank(groups.tp) != 0:
         sums.lm_loss.zero_()
-    message = torch.stack([sums.lm_loss, *(sums.indexer[layer].float() for layer in sorted(sums.indexer))])
+    if group_rank(groups.tp) != 0 or group_rank(groups.cp) != 0:
+        sums.rows.zero_()
+    layers = [(losses, layer) for losses in (sums.indexer, sums.balance) for layer in sorted(losses)]
+    message = torch.stack([sums.lm_loss, sums.rows, *(losses[layer].float() for losses, layer in layers)])
     dist.all_reduce(message, group=groups.world)
-    sums.lm_loss, *indexer = message.unbind()
-    sums.indexer = dict(zip(sorted(sums.indexer), indexer, strict=True))
+    sums.lm_loss, sums.rows, *totals = message.unbind()
+    for (losses, layer), total in zip(layers, totals, strict=True):
+        losses[layer] = total
 
 
 def _read_figures(sums: _Sums, norm: Tensor, probe: MassProbe | None) -> StepResult:
     masses = probe.by_layer if probe is not None else {}
-    figures = [sums.lm_loss, norm, *sums.indexer.values(), *masses.values()]
-    lm_loss, grad_norm, *rest = torch.stack([figure.float() for figure in figures]).tolist()
-    indexer = dict(zip(sums.indexer, rest, strict=False))
-    return StepResult(lm_loss, indexer, grad_norm, dict(zip(masses, rest[len(indexer) :], strict=True)))
+    by_layer = [*sums.indexer.values(), *sums.balance.values(), *masses.values()]
+    figures = [sums.lm_loss, norm, sums.rows, *by_layer]
+    lm_loss, grad_norm, rows, *rest = torch.stack([figure.float() for figure in figures]).tolist()
+    values = iter(rest)
+    indexer, balance = (
+        {layer: next(values) / max(rows, 1.0) for layer in part} for part in (sums.indexer, sums.balance)
+    )
+    return StepResult(lm_loss, indexer, balance, grad_norm, {layer: next(values) for layer in masses})
 
 
 def _require_finite(result: StepResult) -> None:
     figures = {"The LM loss": result.lm_loss, "The gradient norm": result.grad_norm}
     figures |= {f"The indexer loss of layer {layer}": loss for layer, loss in result.indexer_losses.items()}
+    figures |= {f"The load balancing loss of layer {layer}": loss for layer, loss in result.balance_losses.items()}
     for name, value in figures.items():
         if not math.isfinite(value):
             raise NonFiniteError(f"{name} is {value}")

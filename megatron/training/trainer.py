@@ -5,7 +5,8 @@ evaluates, saves and reports. The order after each step is: evaluate, log, save,
 step are on disk before its checkpoint counts.
 
 Of several processes each runs the same steps on its own rows. The first one writes figures and reports; what decides
-about the run (figures, a signal, the clock) is settled among all before anyone acts on it.
+about the run (figures, a signal, the clock) is settled among all before anyone acts on it. So several processes wait
+for their devices twice a step: for the figures, and for the signal and the clock when the step is done.
 
 Every evaluation sees the same first samples of its set, whatever was consumed before, so its figures are comparable
 and a resume does not move them. Evaluation draws no random numbers.
@@ -168,11 +169,13 @@ class Trainer:
 
     def _figures(self, result: StepResult, rate: float, seconds: float, tokens: int, flops: float) -> dict[str, Any]:
         losses, masses = result.indexer_losses, result.attention_mass
+        balance = {"load_balancing_loss": _mean(result.balance_losses)} if result.balance_losses else {}
         return {
             "step": self.progress.step,
             "lm_loss": result.lm_loss,
             "indexer_loss": _mean(losses),
             "indexer_loss_by_layer": {str(layer): loss for layer, loss in sorted(losses.items())},
+            **balance,
             "grad_norm": result.grad_norm,
             "lr": rate,
             "tokens_per_second": tokens / seconds,

@@ -36,9 +36,10 @@ def observe(case: Case) -> dict[str, Any]:
     masses = {}
     for rows in SAMPLED:
         masses["evaluated", rows] = evaluate(engine, batches, MassProbe(rows))[1]
-        masses["trained", rows] = train_step(engine, batches, 0.0, MassProbe(rows)).attention_mass
-    parameters = engine.model.named_parameters()
-    return {"masses": masses, "gradients": {n: runs.whole(p.grad) for n, p in parameters if p.grad is not None}}
+        step = train_step(engine, batches, 0.0, MassProbe(rows))
+        masses["trained", rows] = step.attention_mass
+    gradients = {name: runs.whole(p.grad) for name, p in engine.model.named_parameters() if p.grad is not None}
+    return {"masses": masses, "gradients": gradients, "losses": (step.indexer_losses, step.balance_losses)}
 
 
 def observe_all(world: int) -> dict[str, Any]:
@@ -60,6 +61,11 @@ def named(world: int) -> Any:
 
 
 def check_gradients(case: Case) -> None:
+    wanted = alone(case)["losses"]
+    assert [sorted(losses) for losses in wanted] == [[1, 3], [2, 3]]
+    for rank in on_ranks(case.world):
+        for got, losses in zip(rank[str(case)]["losses"], wanted, strict=True):
+            assert got == pytest.approx(losses, rel=1e-5)
     wanted = alone(case)["gradients"]
     for rank in on_ranks(case.world):
         got = rank[str(case)]["gradients"]

@@ -43,6 +43,20 @@ def test_every_step_is_in_the_metrics_file(run: Path) -> None:
     assert [r["step"] for r in records if r.get("valid_lm_loss") is not None] == [20, 40]
 
 
+def test_the_balance_loss_is_logged_where_it_is_on(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    balance = "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1".split()
+    assert train(*balance, "--train-iters", "2", "--log-dir", tmp_path, "--tensorboard-dir", tmp_path / "events") == 0
+    said = capsys.readouterr().err
+    losses = [record["load_balancing_loss"] for record in figures(tmp_path)]
+    assert len(losses) == 2 and all(1 <= loss < 1.5 for loss in losses)
+    assert all(f"load balancing loss {loss:.4f}" in said for loss in losses)
+    events = EventAccumulator(str(tmp_path / "events")).Reload().Scalars("load_balancing_loss")
+    assert [event.value for event in events] == pytest.approx(losses, rel=1e-6)
+    assert "load_balancing_loss" not in figures(run)[0]
+
+
 def test_the_losses_fall(run: Path) -> None:
     records = figures(run)
     assert abs(records[0]["lm_loss"] - math.log(257)) < 0.2

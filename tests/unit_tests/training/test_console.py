@@ -56,6 +56,8 @@ def test_a_frozen_indexer_and_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     record = RECORD | {"indexer_loss": None, "dsa_attention_mass": 0.75, "mfu": 0.421}
     Console(0, 4, 1).step(record)
     assert "LM loss 2.5000, mass 0.750, 12.3K tokens/s, MFU 42.1%, lr" in capsys.readouterr().err
+    Console(0, 4, 1).step(record | {"load_balancing_loss": 1.25})
+    assert "LM loss 2.5000, load balancing loss 1.2500, mass 0.750" in capsys.readouterr().err
 
 
 def test_a_real_terminal_gets_a_bar_whatever_its_width() -> None:

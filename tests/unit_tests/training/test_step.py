@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.transformer.experimental_attention_variant.dsa import LossTracker
+from megatron.training import step
 from megatron.training.attention_mass import MassProbe
 from megatron.training.compute_params import ComputeParams
 from megatron.training.config import OptimizerConfig
@@ -80,17 +82,41 @@ def test_uneven_loss_masks_count_tokens_or_micro_batches() -> None:
         assert result.lm_loss == pytest.approx(sum(w * loss for w, loss in zip(weights, losses, strict=True)), rel=1e-5)
 
 
+BALANCED = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.5}
+
+
 @pytest.mark.parametrize("per_token", [False, True], ids=["per-microbatch", "per-token"])
-def test_the_indexer_loss_is_its_kl_sums_over_its_normalizer(per_token: bool) -> None:
+@pytest.mark.parametrize("micro", [1, 2])
+def test_side_losses_are_means_over_rows_whatever_the_loss_mask(per_token: bool, micro: int) -> None:
     samples = [sample(0, loss_tokens=3), sample(1, loss_tokens=9)]
-    engine = engine_of(calculate_per_token_loss=per_token)
-    kl_sum = 0.0
+    engine = engine_of(calculate_per_token_loss=per_token, **BALANCED)
+    kl_sum = balance_sum = 0.0
     for batch in cut(samples, 1):
         tracker = LossTracker()
         engine.model.train()(batch.tokens, labels=batch.labels, losses=tracker)
         kl_sum += tracker.kl_sums[1].item()
-    result = train_step(engine, cut(samples, 1), 0.0)
-    assert result.indexer_losses == {1: pytest.approx(kl_sum / (12 if per_token else 24), rel=1e-5)}
+        balance_sum += tracker.balance_sums[2].item()
+    result = train_step(engine, cut(samples, micro), 0.0)
+    assert result.indexer_losses == {1: pytest.approx(kl_sum / 24, rel=1e-5)}
+    assert result.balance_losses == {2: pytest.approx(balance_sum / 24, rel=1e-5)}
+    assert 1 <= result.balance_losses[2] < 4 and result.indexer_losses[1] > 1e-3
+
+
+def test_without_a_balance_loss_there_is_no_figure_of_it() -> None:
+    assert train_step(engine_of(), cut([sample(0)], 1), 0.0).balance_losses == {}
+
+
+@pytest.mark.parametrize("per_token", [False, True], ids=["per-microbatch", "per-token"])
+def test_loss_tokens_are_counted_over_ranks_only_where_they_are_read(
+    per_token: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counting them makes the host wait for the device."""
+    engine, sent = engine_of(calculate_per_token_loss=per_token), []
+    monkeypatch.setattr(step, "group_size", lambda group: 2 if group == "dp" else 1)
+    monkeypatch.setattr(step.dist, "all_reduce", lambda tensor, group: sent.append((tensor.item(), group)))
+    engine.groups = ProcessGroupCollection(dp="dp")  # type: ignore[arg-type]
+    train_step(engine, cut([sample(0, loss_tokens=3), sample(1)], 1), 0.0)
+    assert sent == ([(15.0, "dp")] if per_token else [])
 
 
 def test_a_batch_without_loss_tokens_divides_by_nothing() -> None:
