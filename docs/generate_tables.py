@@ -120,12 +120,9 @@ def test_cases(path: str) -> dict[int, list[str]]:
 
 
 def _gate_table(path: str) -> str:
-    """The gates with their tests; the one gate that needs a sequence length has a test function of its own."""
+    """The gates with their tests."""
     cases = test_cases(path)
-    rows = []
-    for gate in gates(path):
-        names = cases.get(gate.line, ["`test_a_sequence_that_does_not_split_is_refused`"])
-        rows.append((f"`{gate.condition}`", gate.message, ", ".join(names)))
+    rows = [(f"`{gate.condition}`", gate.message, ", ".join(cases[gate.line])) for gate in gates(path)]
     return _table(("refused when", "message", "tests"), rows)
 
 

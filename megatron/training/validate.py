@@ -224,8 +224,6 @@ def _with_positions(model: MLATransformerConfig, config: PretrainConfig) -> MLAT
             f"--seq-length {length} exceeds --max-position-embeddings {longest}: shorten the samples or raise the "
             "limit."
         )
-    if model.experimental_attention_variant == "dsa":
-        model.dsa_config(seq_length=length)
     return dataclasses.replace(model, max_position_embeddings=longest or length)
 
 

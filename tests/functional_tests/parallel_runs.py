@@ -70,7 +70,7 @@ CONFIG = MLATransformerConfig(
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Sizes, and how the eight samples of a step are cut: ``packed`` documents of uneven length, ``masked`` tokens."""
+    """Sizes, and how the eight samples of a step are cut: ``packed`` into documents of uneven length."""
 
     world: int
     tp: int = 1
@@ -83,10 +83,12 @@ class Case:
     recompute: bool = False
     dense: bool = False
     tied: bool = False
+    length: int = LENGTH
 
     def __str__(self) -> str:
         sizes = f"w{self.world}-tp{self.tp}{'sp' if self.sp else ''}-cp{self.cp}-ep{self.ep}"
         cut = f"-micro{self.micro}-{'packed' if self.packed else 'plain'}"
+        cut += "" if self.length == LENGTH else f"-length{self.length}"
         options = {"pertoken": self.per_token, "recompute": self.recompute, "dense": self.dense, "tied": self.tied}
         return sizes + cut + "".join(f"-{name}" for name, on in options.items() if on)
 
@@ -119,9 +121,9 @@ def make_engine(case: Case, seed: int = 0, **options: Any) -> Engine:
 
 def make_sample(case: Case, number: int) -> Sample:
     generator = np.random.default_rng(number)
-    tokens = generator.integers(0, 50, LENGTH + 1)
-    mask = np.ones(LENGTH, dtype=np.float32)
-    mask[: LENGTH if number == 5 else 2 * number] = 0  # uneven loss tokens; one sample has none
+    tokens = generator.integers(0, 50, case.length + 1)
+    mask = np.ones(case.length, dtype=np.float32)
+    mask[: case.length if number == 5 else 2 * number] = 0  # uneven loss tokens; one sample has none
     starts = np.array([0, 3 + number % 3, 11]) if case.packed else None
     return Sample(tokens[:-1], tokens[1:], mask, starts)
 

@@ -44,6 +44,7 @@ CASES = [
     Case(2, cp=2),
     Case(2, cp=2, micro=8, per_token=True),
     Case(2, cp=2, packed=True, ep=2, recompute=True),
+    Case(2, cp=2, per_token=True, length=13),
     Case(4, cp=4),
     Case(4, cp=4, packed=True, micro=1, per_token=True),
     Case(4, tp=2, cp=2, dense=True),
@@ -51,6 +52,7 @@ CASES = [
     Case(4, tp=2, sp=True, ep=2, tied=True),
     Case(4, tp=4, sp=True, packed=True, per_token=True, micro=8),
     Case(4, tp=4, dense=True, micro=4),
+    Case(4, tp=2, sp=True, cp=2, micro=1, length=11),
     Case(8, cp=8, packed=True, micro=4),
 ]
 TEN_STEPS = [

@@ -185,11 +185,11 @@ class TransformerConfig:
         if self.experimental_attention_variant == "dsa":
             self.dsa_config()  # raises on any option that does not fit
 
-    def dsa_config(self, seq_length: int | None = None) -> Any:
-        """The checked DSA options (``DSAConfig``) of this model; ``seq_length`` adds the length gates."""
+    def dsa_config(self) -> Any:
+        """The checked DSA options (``DSAConfig``) of this model."""
         from megatron.core.transformer.experimental_attention_variant.dsa.config import DSAConfig
 
-        return DSAConfig.from_transformer_config(self, seq_length=seq_length)
+        return DSAConfig.from_transformer_config(self)
 
     @property
     def padded_vocab_size(self) -> int:

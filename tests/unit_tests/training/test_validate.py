@@ -81,6 +81,8 @@ def test_the_rest_of_the_processes_is_data_parallel(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("MASTER_ADDR", "here")
     config, _ = complete(parsed("--tensor-model-parallel-size", "2"))
     assert config.training.global_batch_size == 4
+    # Samples that do not split into zigzag chunks are padded (data/shard.py).
+    complete(parsed("--context-parallel-size", "2", "--cp-comm-type", "allgather", "--seq-length", "15"))
     with pytest.raises(ValueError, match="6 is no multiple of --micro-batch-size 2 times 2 data-parallel ranks"):
         complete(parsed("--tensor-model-parallel-size", "2", "--global-batch-size", "6"))
     with pytest.raises(ValueError, match="vocabulary of 257 entries .padded. does not split over"):

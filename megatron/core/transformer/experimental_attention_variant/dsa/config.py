@@ -64,19 +64,16 @@ class DSAConfig:
     context_parallel_size: int = 1
     cp_comm_type: str = "allgather"
     sequence_parallel: bool = False
-    seq_length: int | None = None
 
     @classmethod
-    def from_transformer_config(cls, config: Any, seq_length: int | None = None) -> DSAConfig:
-        """Read the fields of a ``TransformerConfig`` (Megatron's names); ``seq_length`` adds the length gates."""
+    def from_transformer_config(cls, config: Any) -> DSAConfig:
+        """Read the fields of a ``TransformerConfig`` (Megatron's names)."""
         values: dict[str, Any] = {}
         for name in cls.__dataclass_fields__:
             for source in (f"dsa_indexer_{name}", f"dsa_{name}", name):
                 if hasattr(config, source):
                     values[name] = getattr(config, source)
                     break
-        if seq_length is not None:
-            values["seq_length"] = seq_length
         if isinstance(values.get("topk_freq"), Sequence):
             values["topk_freq"] = tuple(values["topk_freq"])
         for name, field in cls.__dataclass_fields__.items():
@@ -252,9 +249,4 @@ class DSAConfig:
             raise ValueError(
                 f"num_attention_heads={self.num_attention_heads} does not split over tensor_model_parallel_size={tp}: "
                 "use a divisor of the heads."
-            )
-        if cp > 1 and self.seq_length is not None and self.seq_length % (2 * cp):
-            raise ValueError(
-                f"seq_length={self.seq_length} does not split into 2 * context_parallel_size = {2 * cp} chunks: use a "
-                "multiple of it."
             )

@@ -137,7 +137,6 @@ GATES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("num_attention_heads=4", "tensor_model_parallel_size=3", "use a divisor"),
     ),
 }
-LENGTH_GATE = ("seq_length=12", "2 * context_parallel_size = 8", "use a multiple")
 
 
 def assert_sentence(error: ValueError, pieces: tuple[str, ...]) -> None:
@@ -162,25 +161,11 @@ def test_the_model_configuration_refuses_alike(name: str) -> None:
     assert_sentence(caught.value, pieces)
 
 
-def test_a_sequence_that_does_not_split_is_refused() -> None:
-    parallel = {"context_parallel_size": 4, "cp_comm_type": "allgather"}
-    for build in (
-        lambda: DSAConfig(**(VALID | parallel), seq_length=12),
-        lambda: model_config(**parallel).dsa_config(seq_length=12),
-    ):
-        with pytest.raises(ValueError) as caught:
-            build()
-        assert_sentence(caught.value, LENGTH_GATE)
-    assert model_config(**parallel).dsa_config(seq_length=16).seq_length == 16
-    assert model_config().dsa_config(seq_length=12).seq_length == 12
-
-
 def test_the_table_covers_every_gate() -> None:
     path = Path(config_module.__file__)
     gates = {node.lineno for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Raise)}
-    length_gate = {"context_parallel_size": 4, "cp_comm_type": "allgather", "seq_length": 12}
     reached = set()
-    for overrides in [*(row[0] for row in GATES.values()), length_gate]:
+    for overrides, _ in GATES.values():
         try:
             DSAConfig(**(VALID | overrides))
         except ValueError as error:
@@ -294,7 +279,7 @@ def test_defaults_are_megatrons() -> None:
 def test_both_classes_have_the_same_defaults() -> None:
     model = {field.name: field.default for field in fields(MLATransformerConfig)}
     # Without a model configuration around it, DSAConfig takes what DSA needs.
-    needed = {"add_bias_linear", "cp_comm_type", "seq_length"}
+    needed = {"add_bias_linear", "cp_comm_type"}
     mine = {f.name: f.default for f in fields(DSAConfig) if f.name not in {*VALID, *needed}}
     assert mine == {name: model[flat_name(name)] for name in mine}
 
@@ -306,9 +291,3 @@ def test_an_object_without_our_fields_takes_our_defaults() -> None:
     config = DSAConfig.from_transformer_config(SimpleNamespace(**megatron, multi_latent_attention=True))
     defaults = {field.name: field.default for field in fields(DSAConfig)}
     assert {name: getattr(config, name) for name in names} == {name: defaults[name] for name in names}
-
-
-def test_an_explicit_sequence_length_wins() -> None:
-    megatron = SimpleNamespace(**{flat_name(name): value for name, value in VALID.items()}, seq_length=4096)
-    assert DSAConfig.from_transformer_config(megatron, seq_length=16).seq_length == 16
-    assert DSAConfig.from_transformer_config(megatron).seq_length == 4096
