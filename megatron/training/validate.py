@@ -29,12 +29,10 @@ def require_parallel(model: MLATransformerConfig, world_size: int) -> ParallelSi
         ValueError: sizes that do not divide the processes or the model, or what has no parallel form.
     """
     sizes = ParallelSizes.of(model, world_size)
-    rows_shared = sizes.tensor * sizes.context
-    if rows_shared > 1 and model.experimental_attention_variant != "dsa":
+    if sizes.context > 1 and model.cp_comm_type != "allgather":  # with DSA, DSAConfig has said so
         raise ValueError(
-            f"--tensor-model-parallel-size {sizes.tensor} with --context-parallel-size {sizes.context} needs "
-            "--experimental-attention-variant dsa, since dense attention runs on whole sequences and heads: set both "
-            "to 1."
+            f"--context-parallel-size {sizes.context} gathers keys, but --cp-comm-type is {model.cp_comm_type}: set "
+            "it to allgather."
         )
     widths = {
         "--num-attention-heads": model.num_attention_heads,

@@ -83,6 +83,7 @@ class Case:
     recompute: bool = False
     dense: bool = False
     tied: bool = False
+    no_dsa: bool = False
     length: int = LENGTH
 
     def __str__(self) -> str:
@@ -90,6 +91,7 @@ class Case:
         cut = f"-micro{self.micro}-{'packed' if self.packed else 'plain'}"
         cut += "" if self.length == LENGTH else f"-length{self.length}"
         options = {"pertoken": self.per_token, "recompute": self.recompute, "dense": self.dense, "tied": self.tied}
+        options["nodsa"] = self.no_dsa
         return sizes + cut + "".join(f"-{name}" for name, on in options.items() if on)
 
     @property
@@ -108,6 +110,7 @@ def make_engine(case: Case, seed: int = 0, **options: Any) -> Engine:
         calculate_per_token_loss=case.per_token,
         recompute_granularity="full" if case.recompute else None,
         untie_embeddings_and_output_weights=not case.tied,
+        experimental_attention_variant=None if case.no_dsa else "dsa",
         **{"dsa_indexer_use_sparse_loss": not case.dense} | options,
     )
     groups = build_process_groups(ParallelSizes.of(config, case.world), "cpu")
@@ -184,7 +187,8 @@ def observe(case: Case) -> dict[str, Any]:
     engine = make_engine(case)
     batches = micro_batches(case, engine)
     result: dict[str, Any] = {"weights": {n: whole(p) for n, p in engine.model.named_parameters()}}
-    result["keys"], result["logits"] = selected_keys(case, engine), logits_of(case, engine)
+    result["keys"] = {} if case.no_dsa else selected_keys(case, engine)
+    result["logits"] = logits_of(case, engine)
     result["valid_loss"] = evaluate(engine, batches)[0]
     step = train_step(engine, batches, 0.0)
     result["step"] = (step.lm_loss, step.indexer_losses, step.grad_norm)

@@ -168,7 +168,7 @@ class TransformerConfig:
     sequence_parallel: bool = False
     """Shard rows outside attention and MLP over the tensor-parallel ranks."""
     cp_comm_type: str = "p2p"
-    """How context parallelism moves keys; DSA needs "allgather"."""
+    """How context parallelism moves keys; this package has "allgather"."""
 
     def __post_init__(self) -> None:
         if self.ffn_hidden_size is None:

@@ -63,16 +63,26 @@ UNPARALLEL: list[tuple[int, dict[str, object], str]] = [
     (8, {EP: 8}, "--num-experts 4 does not split over --expert-model-parallel-size 8"),
     (2, {EP: 2, "num_moe_experts": None, "moe_layer_freq": 1}, "--num-experts None does not split"),
     (2, {TP: 2, "ffn_hidden_size": 47}, "--ffn-hidden-size 47 does not split over --tensor-model-parallel-size 2"),
-    (2, {CP: 2, "experimental_attention_variant": None}, "needs --experimental-attention-variant dsa"),
+    (
+        2,
+        {CP: 2, "experimental_attention_variant": None, "cp_comm_type": "p2p"},
+        "--context-parallel-size 2 gathers keys, but --cp-comm-type is p2p",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("world", "options", "piece"), UNPARALLEL, ids=[piece[:40] for _, _, piece in UNPARALLEL])
 def test_what_does_not_split_over_the_processes_is_refused(world: int, options: dict[str, object], piece: str) -> None:
-    model = dataclasses.replace(CONFIG, cp_comm_type="allgather", **options)
+    model = dataclasses.replace(CONFIG, **{"cp_comm_type": "allgather", **options})
     with pytest.raises(ValueError, match=r"^.*\.$") as refusal:
         require_parallel(model, world)
     assert piece in str(refusal.value)
+
+
+def test_dense_attention_splits_too() -> None:
+    model = dataclasses.replace(CONFIG, experimental_attention_variant=None, cp_comm_type="allgather")
+    for axis in (TP, CP):
+        assert require_parallel(dataclasses.replace(model, **{axis: 2}), 2).data == 1
 
 
 def test_the_rest_of_the_processes_is_data_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
