@@ -130,6 +130,9 @@ class CheckpointConfig:
     """Directory that checkpoints are written to; without it nothing is saved."""
     save_interval: int | None = None
     """Steps between checkpoints; without it only the end of the run is saved."""
+    save_retain_interval: int | None = None
+    """Keep the checkpoints whose step is a multiple of this and the newest, and delete the older others in --save once
+    a newer one is complete; without it all are kept."""
     load: str | None = None
     """Directory whose latest checkpoint the run continues from; an empty one starts from scratch and says so."""
     load_hf: str | None = None
@@ -153,7 +156,7 @@ class CheckpointConfig:
     """Save the state of the random number generators."""
 
     def __post_init__(self) -> None:
-        _require_positive(self, "save_interval")
+        _require_positive(self, "save_interval", "save_retain_interval")
         _require(
             self.ckpt_step is None or self.ckpt_step >= 0,
             f"--ckpt-step is {self.ckpt_step}: give the step of a checkpoint, 0 or a positive number.",
@@ -161,6 +164,16 @@ class CheckpointConfig:
         _require(
             self.save is not None or self.save_interval is None,
             f"--save-interval {self.save_interval} has nowhere to save to: give --save DIR, or drop it.",
+        )
+        retain, every = self.save_retain_interval, self.save_interval
+        _require(
+            retain is None or self.save is not None,
+            f"--save-retain-interval {retain} has no checkpoints to keep: give --save DIR, or drop it.",
+        )
+        _require(
+            retain is None or every is None or retain % every == 0,
+            f"--save-retain-interval {retain} is no multiple of --save-interval {every}, so some of the steps that it "
+            "keeps are never saved: change one of them.",
         )
         for flag, given in (("--ckpt-step", self.ckpt_step is not None), ("--finetune", self.finetune)):
             _require(not given or self.load is not None, f"{flag} has nothing to load: give --load DIR, or drop it.")

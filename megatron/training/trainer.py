@@ -35,6 +35,7 @@ from megatron.training.metrics import METRICS_FILE, MetricsWriter, read_metrics
 from megatron.training.prepare import Prepared, config_record
 from megatron.training.ranks import largest, rank, world_size
 from megatron.training.report import CURVE_FILE, EVALUATION_FILE, SUMMARY_FILE, describe, plot_curves, write_summary
+from megatron.training.retention import delete_older
 from megatron.training.scheduler import learning_rate
 from megatron.training.signals import StopRequest, stop_requests
 from megatron.training.step import (
@@ -213,6 +214,9 @@ class Trainer:
         except OSError as error:
             raise RunStopped(f"The checkpoint of step {progress.step} cannot be saved ({error})") from error
         self.saved_step, self.last_good = progress.step, Checkpoint(path, progress)
+        if options.save_retain_interval is not None and self.speaks:
+            for warning in delete_older(Path(options.save), options.save_retain_interval):
+                self.console.say(warning)
 
     def _finish(self) -> None:
         if not self.config.training.skip_train:

@@ -37,8 +37,9 @@ def assert_on_top(cause: str, message: str) -> None:
 
 def test_a_run_whose_rank_was_killed_resumes_as_if_nothing_had_been(tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    code, message = run("megatron.training.pretrain_gpt", "--save", whole)
-    assert code == 0, message
+    code, message = run("megatron.training.pretrain_gpt", "--save", whole, "--save-retain-interval", "4")
+    assert code == 0 and "cannot be deleted" not in message, message
+    assert sorted(path.name for path in whole.glob("*iter_*")) == ["iter_0000004", "iter_0000006"]
     code, message = run("tests.functional_tests.failing_run dies 4", "--save", broken)
     assert code != 0, message
     # A killed process says nothing; torchrun does, and names it as the root cause below.

@@ -1,7 +1,10 @@
 """A run that is killed, stopped or continued ends in the same numbers as one that was left alone."""
 
+import errno
+import shutil
 import signal
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -141,6 +144,33 @@ def test_a_resume_says_which_options_changed(tmp_path: Path, capsys: pytest.Capt
     assert train(*flags, "--lr", "0.02", "--dsa-indexer-loss-coeff", "2", "--seed", "7") == 0
     expected = "dsa_indexer_loss_coeff 1.0 -> 2.0, seed 1234 -> 7, lr 0.01 -> 0.02."
     assert f"Options differ from those of the checkpoint: {expected}" in capsys.readouterr().err
+
+
+def test_only_every_nth_checkpoint_and_the_newest_are_retained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kept() -> list[int]:
+        return sorted(int(path.name[5:]) for path in tmp_path.glob("iter_*"))
+
+    flags = ["--save-interval", "1", "--eval-iters", "0", "--save", tmp_path, "--load", tmp_path]
+    assert train(*flags, "--train-iters", "2") == 0 and kept() == [1, 2]
+    flags += ["--save-retain-interval", "3"]
+    assert train(*flags, "--train-iters", "7") == 0 and kept() == [3, 6, 7]
+    assert train(*flags, "--train-iters", "8") == 0 and kept() == [3, 6, 8]
+    capsys.readouterr()
+
+    def refuse(path: Path, original: Callable[..., None] = shutil.rmtree, **options: bool) -> None:
+        if path.name.startswith(".deleted_"):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        original(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    assert train(*flags, "--train-iters", "9") == 0 and kept() == [3, 6, 9]
+    left = tmp_path / ".deleted_iter_0000008"
+    warning = f"{tmp_path / 'iter_0000008'} cannot be deleted (Permission denied): the next save tries again."
+    assert capsys.readouterr().err.splitlines().count(warning) == 1 and left.exists()
+    monkeypatch.undo()
+    assert train(*flags, "--train-iters", "10") == 0 and kept() == [3, 6, 9, 10] and not left.exists()
 
 
 def test_a_resume_from_an_earlier_step_keeps_the_later_ones_aside(

@@ -37,6 +37,13 @@ REFUSED = [
     (CheckpointConfig, {"save": "x", "save_interval": 0}, "--save-interval is 0"),
     (CheckpointConfig, {"load": "x", "ckpt_step": -1}, "--ckpt-step is -1"),
     (CheckpointConfig, {"save_interval": 3}, "--save-interval 3 has nowhere to save to"),
+    (CheckpointConfig, {"save": "x", "save_retain_interval": 0}, "--save-retain-interval is 0"),
+    (CheckpointConfig, {"save_retain_interval": 4}, "--save-retain-interval 4 has no checkpoints to keep"),
+    (
+        CheckpointConfig,
+        {"save": "x", "save_interval": 3, "save_retain_interval": 4},
+        "--save-retain-interval 4 is no multiple of --save-interval 3",
+    ),
     (CheckpointConfig, {"ckpt_step": 3}, "--ckpt-step has nothing to load"),
     (CheckpointConfig, {"finetune": True}, "--finetune has nothing to load"),
     (LoggingConfig, {"log_interval": 0}, "--log-interval is 0"),
