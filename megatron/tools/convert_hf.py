@@ -34,11 +34,16 @@ from megatron.training.path_arguments import OneLineParser, path_text, require_w
 PROGRAM = "convert_hf"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-_ONE_PROCESS = {
+# How a run computes says nothing about its weights: here they pass through one process, on any machine.
+_ANYWHERE = {
     "tensor_model_parallel_size": 1,
     "context_parallel_size": 1,
     "expert_model_parallel_size": 1,
     "sequence_parallel": False,
+    "dsa_kernel_backend": "none",
+    "dsa_indexer_scoring_precision": "bf16",
+    "dsa_match_engine": None,
+    "deterministic_mode": False,
 }
 
 
@@ -115,11 +120,13 @@ def export_checkpoint(
     """Write the model of a checkpoint as a Hugging Face folder.
 
     Raises:
-        ValueError: there is no such checkpoint, its model cannot be expressed, or ``folder`` is in use or cannot be
-            made.
+        ValueError: there is no such checkpoint, its model cannot be expressed, ``folder`` is in use or cannot be
+            made, or ``tokenizer_from`` is no Hugging Face folder.
     """
     require_free(folder)
     require_writable("--hf", folder)
+    if tokenizer_from is not None:
+        read_config(tokenizer_from)
     options = CheckpointConfig(load=str(load), ckpt_step=step, exit_on_missing_checkpoint=True, finetune=True)
     checkpoint = find_checkpoint(options)
     assert checkpoint is not None
@@ -148,18 +155,22 @@ def _record(config: MLATransformerConfig) -> dict[str, Any]:
 
 
 def _recorded_config(path: Path) -> MLATransformerConfig:
-    """The model's options in a checkpoint's config.json, for one process: checkpoints do not depend on their number."""
+    """The model's options in a checkpoint's config.json, whatever machine and processes the run was made for."""
     try:
         recorded = json.loads(path.read_text(encoding="utf-8"))["model"]
         known = {field.name for field in dataclasses.fields(MLATransformerConfig)}
-        fields = {name: value for name, value in recorded.items() if name in known}
-        fields |= _ONE_PROCESS
-        dtype = getattr(torch, str(fields.pop("params_dtype")).removeprefix("torch."))
+        fields = {name: value for name, value in recorded.items() if name in known} | _ANYWHERE
+        fields["params_dtype"] = getattr(torch, str(fields["params_dtype"]).removeprefix("torch."))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{path} does not hold the options of a model ({error!r}): export another checkpoint."
-        ) from None
-    return MLATransformerConfig(**fields, params_dtype=dtype)
+        raise _no_options(path, error) from None
+    try:
+        return MLATransformerConfig(**fields)
+    except TypeError as error:  # a value of another type; what the configuration itself refuses is a ValueError
+        raise _no_options(path, error) from None
+
+
+def _no_options(path: Path, error: Exception) -> ValueError:
+    return ValueError(f"{path} does not hold the options of a model ({error!r}): export another checkpoint.")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

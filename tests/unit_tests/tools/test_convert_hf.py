@@ -72,6 +72,38 @@ def test_training_continues_from_an_import_and_exports(tmp_path: Path) -> None:
     assert_same_in_transformers(from_pretrained(tmp_path / "out"), tmp_path / "out")
 
 
+RUNS_ELSEWHERE = {
+    "kernels": {"dsa_kernel_backend": "cudnn"},
+    "FP8 as an engine's": {
+        "dsa_kernel_backend": "cudnn",
+        "dsa_match_engine": "vllm",
+        "dsa_indexer_scoring_precision": "fp8",
+        "dsa_indexer_rope_fp32": True,
+        "dsa_indexer_k_norm_fp32": True,
+        "attention_latent_norm_epsilon": 1e-5,
+    },
+    "ranks": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_model_parallel_size": 4},
+    "determinism": {
+        "deterministic_mode": True,
+        "dsa_kernel_backend": "cudnn",
+    },
+}
+
+
+@pytest.mark.parametrize("run", RUNS_ELSEWHERE)
+def test_what_another_machine_trained_is_exported_here(run: str, tmp_path: Path) -> None:
+    name = "a_glm_plain"
+    assert convert("import", "--hf", FIXTURES / name, "--save", tmp_path / "ours") == 0
+    path = tmp_path / "ours" / "iter_0000000" / "config.json"
+    record = json.loads(path.read_text())
+    assert record["model"].keys() >= RUNS_ELSEWHERE[run].keys()
+    record["model"] |= RUNS_ELSEWHERE[run]
+    path.write_text(json.dumps(record))
+    assert convert("export", "--load", tmp_path / "ours", "--hf", tmp_path / "theirs") == 0
+    assert same(load_file(tmp_path / "theirs" / SINGLE_NAME), tensors(name, "model"))
+    assert config_from_folder(tmp_path / "theirs") == config_from_folder(FIXTURES / name)
+
+
 def test_load_hf_trains_as_the_import_does(tmp_path: Path) -> None:
     """Weights straight from the folder, and the same weights by way of a checkpoint, give the same losses."""
     source = str(FIXTURES / "a_glm_plain")
@@ -131,6 +163,8 @@ def test_mtp_and_irregular_schedules_need_their_flags(tmp_path: Path, capsys: py
         (("export", "--load", "checkpoint", "--hf", "checkpoint"), "exists and is not an empty folder"),
         (("export", "--load", "checkpoint", "--hf", "new", "--dtype", "int8"), "int8"),
         (("export", "--load", "nameless", "--hf", "new"), "does not hold the options of a model"),
+        (("export", "--load", "mistyped", "--hf", "new"), "does not hold the options of a model"),
+        (("export", "--load", "damaged", "--hf", "new", "--tokenizer-from", "nowhere"), "nowhere/config.json does not"),
         (("export", "--load", "softmax", "--hf", "new"), "moe_router_score_function='softmax' cannot be exported"),
         (("import", "--hf", "golden", "--save", "checkpoint"), "holds a checkpoint already"),
         (("import", "--hf", "golden", "--save", "golden/config.json"), "is a file"),
@@ -167,9 +201,12 @@ def test_errors_are_one_sentence_and_leave_nothing(
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("checkpoints")
     (root / "golden").symlink_to(FIXTURES / "a_glm_plain")
-    for name in ("checkpoint", "nameless", "softmax"):
+    for name in ("checkpoint", "nameless", "mistyped", "damaged", "softmax"):
         assert convert("import", "--hf", FIXTURES / "a_glm_plain", "--save", root / name) == 0
     (root / "nameless" / "iter_0000000" / "config.json").write_text("{}")
+    (root / "damaged" / "iter_0000000" / "__0_0.distcp").write_bytes(b"")  # whoever reads the weights first, stumbles
+    mistyped = root / "mistyped" / "iter_0000000" / "config.json"
+    mistyped.write_text(mistyped.read_text().replace('"hidden_size": ', '"hidden_size": [0], "unused": '))
     record = root / "softmax" / "iter_0000000" / "config.json"
     record.write_text(record.read_text().replace('"sigmoid"', '"softmax"'))
     return root

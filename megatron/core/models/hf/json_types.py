@@ -6,6 +6,7 @@ Keys that nothing here reads are not looked at, and null means absent: who needs
 from __future__ import annotations
 
 import reprlib
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ def _is_integer(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _is_texts(value: Any) -> bool:
@@ -23,7 +24,7 @@ def _is_texts(value: Any) -> bool:
 
 
 _INTEGER = "an integer", _is_integer
-_NUMBER = "a number", _is_number
+_NUMBER = "a finite number", _is_number
 _SWITCH = "true or false", lambda value: isinstance(value, bool)
 _OBJECT = "an object in braces", lambda value: isinstance(value, Mapping)
 _TEXT = "a text", lambda value: isinstance(value, str)

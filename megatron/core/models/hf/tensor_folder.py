@@ -117,7 +117,13 @@ class TensorFolder:
                     "read; give the folder of one, or convert it."
                 )
             return [SINGLE_NAME]
-        names = sorted(set(index.get("weight_map", {}).values()))
+        places = index.get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+            raise ValueError(
+                f"{self._folder / INDEX_NAME} has no weight_map from tensor names to file names: copy the checkpoint "
+                "again."
+            )
+        names = sorted(set(places.values()))
         missing = [name for name in names if Path(name).name != name or not (self._folder / name).exists()]
         if missing or not names:
             raise ValueError(

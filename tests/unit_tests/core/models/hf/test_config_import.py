@@ -177,8 +177,13 @@ WRONG_TYPES = {
     "num_experts_per_tok is '2' in": {"num_experts_per_tok": "2"},
     "first_k_dense_replace is '1' in": {"first_k_dense_replace": "1", "mlp_layer_types": None},
     "index_topk_freq is 'x' in": {"index_topk_freq": "x", "indexer_types": None},
-    "rms_norm_eps is '1e-5' in config.json, but it must be a number": {"rms_norm_eps": "1e-5"},
+    "rms_norm_eps is '1e-5' in config.json, but it must be a finite number": {"rms_norm_eps": "1e-5"},
     "routed_scaling_factor is \\[\\] in": {"routed_scaling_factor": []},
+    "rope_parameters.original_max_position_embeddings is inf in": {
+        "rope_parameters": {"rope_type": "yarn", "factor": 2, "original_max_position_embeddings": float("inf")}
+    },
+    "rms_norm_eps is 1000.* in config.json, but it must be a finite number": {"rms_norm_eps": 10**400},
+    "initializer_range is nan in": {"initializer_range": float("nan")},
     "tie_word_embeddings is 'false' in config.json, but it must be true or false": {"tie_word_embeddings": "false"},
     "norm_topk_prob is null in config.json, but it must be true or false": {"norm_topk_prob": None},
     "mlp_layer_types is 3 in config.json, but it must be a list of texts": {"mlp_layer_types": 3},

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -78,6 +79,13 @@ def test_truncated_shard(tmp_path: Path) -> None:
     whole = (tmp_path / SINGLE_NAME).read_bytes()
     (tmp_path / SINGLE_NAME).write_bytes(whole[:-8])
     with pytest.raises(ValueError, match="is no readable safetensors file"):
+        TensorFolder(tmp_path)
+
+
+@pytest.mark.parametrize("places", [None, "x", ["x"], 3, {"a": 1}, {"a": ["x"]}, {"a": None}])
+def test_an_index_of_other_types_is_named(places: Any, tmp_path: Path) -> None:
+    (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": places}))
+    with pytest.raises(ValueError, match=f"{INDEX_NAME} has no weight_map from tensor names to file names: copy"):
         TensorFolder(tmp_path)
 
 
