@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.core.models.hf.index_share import to_words
+from megatron.core.models.hf.index_share import schedule_of, to_words
 from megatron.core.models.hf.model_types import DEEPSEEK, GLM, INDEXER_K_NORM_EPSILON, LATENT_NORM_EPSILON, ModelType
 from megatron.core.models.hf.rope import write_rope
 from megatron.core.transformer.transformer_config import MLATransformerConfig
@@ -76,7 +76,7 @@ def _check_attention(config: MLATransformerConfig, kind: ModelType) -> None:
         _refuse("layernorm_zero_centered_gamma", True, "plain norm weights", "train without it")
     if config.rope_type not in ("rope", "yarn"):
         _refuse("rope_type", config.rope_type, "rope and yarn", "train with one of them")
-    if not kind.shares_index and not all(_schedule(config)):
+    if not kind.shares_index and not all(schedule_of(config)):
         _refuse(
             "dsa_indexer_topk_freq",
             config.dsa_indexer_topk_freq,
@@ -159,15 +159,10 @@ def _check_moe(config: MLATransformerConfig) -> None:
         _refuse("moe_router_enable_expert_bias", False, "a router with the bias", "train with it")
 
 
-def _schedule(config: MLATransformerConfig) -> list[bool]:
-    dsa = config.dsa_config()
-    return [dsa.computes_topk(number) for number in range(1, config.num_layers + 1)]
-
-
 def _write_index_share(config: MLATransformerConfig, kind: ModelType) -> dict[str, Any]:
     if not kind.shares_index:
         return {}
-    written: dict[str, Any] = {"indexer_types": to_words(_schedule(config))}
+    written: dict[str, Any] = {"indexer_types": to_words(schedule_of(config))}
     if isinstance(config.dsa_indexer_topk_freq, int):
         written["index_topk_freq"] = config.dsa_indexer_topk_freq
         written["index_skip_topk_offset"] = max(config.dsa_indexer_skip_topk_offset, 1)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.models.hf.index_share import read_schedule, selecting_layers, to_frequency
+from megatron.core.models.hf.index_share import read_schedule, schedule_of, to_frequency
 from megatron.core.models.hf.json_types import check_types
 from megatron.core.models.hf.model_types import INDEXER_K_NORM_EPSILON, LATENT_NORM_EPSILON, MODEL_TYPES, ModelType
 from megatron.core.models.hf.rope import read_rope
@@ -94,9 +94,13 @@ def config_from_hf(hf: Mapping[str, Any], **overrides: Any) -> MLATransformerCon
     fields["dsa_indexer_rope_interleaved"] = kind.indexer_rope_interleave
     fields |= read_rope(hf, fields["max_position_embeddings"])
     fields |= _read_moe(values, fields["num_layers"])
-    fields |= _read_index_share(hf, kind, fields["num_layers"], overrides)
+    schedule = _read_index_share(hf, kind, fields["num_layers"])
+    if "dsa_indexer_topk_freq" not in overrides:
+        fields |= _frequency(schedule)
     fields["bf16"] = overrides.get("params_dtype") == torch.bfloat16
-    return MLATransformerConfig(**fields | overrides)
+    config = MLATransformerConfig(**fields | overrides)
+    _check_schedule(config, schedule)
+    return config
 
 
 def _model_type(hf: Mapping[str, Any]) -> ModelType:
@@ -178,41 +182,39 @@ def _moe_pattern(values: Mapping[str, Any], num_layers: int) -> list[int]:
     return [int(word == "sparse") for word in words]
 
 
-def _read_index_share(
-    hf: Mapping[str, Any], kind: ModelType, num_layers: int, overrides: Mapping[str, Any]
-) -> dict[str, Any]:
-    if kind.shares_index:
-        schedule = read_schedule(hf, num_layers)
-    else:
-        keys = ("indexer_types", "index_topk_pattern", "index_topk_freq")
-        schedule = read_schedule(hf, num_layers) if any(hf.get(key) is not None for key in keys) else [True]
-        if not all(schedule):
-            raise ValueError(
-                f"config.json makes some layers reuse selected keys, but {kind.name} has an indexer in every layer: "
-                "remove the index sharing keys, or use model_type glm_moe_dsa."
-            )
+def _read_index_share(hf: Mapping[str, Any], kind: ModelType, num_layers: int) -> list[bool]:
+    """Which layers own an indexer, one entry a layer."""
+    keys = ("indexer_types", "index_topk_pattern", "index_topk_freq")
+    if not kind.shares_index and all(hf.get(key) is None for key in keys):
+        return [True] * num_layers
+    schedule = read_schedule(hf, num_layers)
+    if not kind.shares_index and not all(schedule):
+        raise ValueError(
+            f"config.json makes some layers reuse selected keys, but {kind.name} has an indexer in every layer: "
+            "remove the index sharing keys, or use model_type glm_moe_dsa."
+        )
+    return schedule
+
+
+def _frequency(schedule: list[bool]) -> dict[str, int]:
     rule = to_frequency(schedule)
-    if "dsa_indexer_topk_freq" in overrides:
-        _check_schedule_override(schedule, overrides)
-        return {}
     if rule is None:
-        words = [int(selects) for selects in schedule]
         raise ValueError(
             "indexer_types is irregular: no dsa_indexer_topk_freq and dsa_indexer_skip_topk_offset reproduce it; "
-            f"pass the override dsa_indexer_topk_freq={words} to use it as an explicit list."
+            f"pass the override dsa_indexer_topk_freq={_numbers(schedule)} to use it as an explicit list."
         )
     return {"dsa_indexer_topk_freq": rule[0], "dsa_indexer_skip_topk_offset": rule[1]}
 
 
-def _check_schedule_override(schedule: list[bool], overrides: Mapping[str, Any]) -> None:
-    """A schedule decides which layers own indexer weights, so an override may respell it but not change it."""
-    freq, offset = overrides["dsa_indexer_topk_freq"], overrides.get("dsa_indexer_skip_topk_offset", 0)
-    if isinstance(freq, int):
-        asked = selecting_layers(freq, offset, len(schedule))
-    else:
-        asked = [bool(selects) for selects in freq]
-    if asked != schedule:
+def _check_schedule(config: MLATransformerConfig, schedule: list[bool]) -> None:
+    """A schedule decides which layers own indexer weights, so overrides may respell it but not change it."""
+    if schedule_of(config) != schedule[: config.num_layers]:
         raise ValueError(
-            f"The override dsa_indexer_topk_freq={freq!r} gives other layers an indexer than the checkpoint, whose "
-            f"per-layer list is {[int(selects) for selects in schedule]}: pass that list, or drop the override."
+            f"dsa_indexer_topk_freq={config.dsa_indexer_topk_freq!r} with dsa_indexer_skip_topk_offset="
+            f"{config.dsa_indexer_skip_topk_offset} gives other layers an indexer than the checkpoint, whose per-layer "
+            f"list is {_numbers(schedule)}: override dsa_indexer_topk_freq by that list, or neither of the two."
         )
+
+
+def _numbers(schedule: list[bool]) -> list[int]:
+    return [int(selects) for selects in schedule]

@@ -1,8 +1,8 @@
 """IndexShare schedules: Hugging Face's list of words against Megatron's frequency and offset.
 
 Hugging Face names every layer "full" (it selects keys) or "shared" (it reuses the nearest earlier selection). Megatron
-has one rule: layer ``n`` (1-based) selects when ``max(n - max(offset, 1), 0) % freq == 0``. A list that no
-(freq, offset) reproduces is called irregular; Megatron's two numbers cannot hold it, a per-layer list can.
+has one rule of a frequency and an offset (``DSAConfig``'s ``selects``). A list that no two numbers reproduce is called
+irregular; a per-layer list can hold it.
 """
 
 from __future__ import annotations
@@ -10,12 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron.core.transformer.experimental_attention_variant.dsa.config import selects
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+
 _WORDS = {"full": True, "shared": False, "F": True, "S": False}
 
 
-def selecting_layers(freq: int, offset: int, num_layers: int) -> list[bool]:
-    """Megatron's rule, one entry a layer: True where the layer selects its own keys."""
-    return [max(number - max(offset, 1), 0) % freq == 0 for number in range(1, num_layers + 1)]
+def schedule_of(config: MLATransformerConfig) -> list[bool]:
+    """A model's schedule, one entry a layer: True where the layer selects its own keys."""
+    dsa = config.dsa_config()
+    return [dsa.computes_topk(number) for number in range(1, config.num_layers + 1)]
 
 
 def read_schedule(hf: Mapping[str, Any], num_layers: int) -> list[bool]:
@@ -62,7 +66,7 @@ def to_frequency(schedule: Sequence[bool]) -> tuple[int, int] | None:
     first_shared = schedule.index(False)
     next_full = next((layer for layer in range(first_shared, num_layers) if schedule[layer]), num_layers)
     freq = next_full + 1 - first_shared
-    regular = selecting_layers(freq, first_shared, num_layers) == list(schedule)
+    regular = all(selects(layer + 1, freq, first_shared) == own for layer, own in enumerate(schedule))
     return (freq, first_shared) if regular else None
 
 

@@ -21,6 +21,11 @@ from .quantization import OPERAND_FORMATS
 ScoringPrecision = Literal["bf16", "fp8", "fp32"]
 
 
+def selects(layer_number: int, freq: int, offset: int) -> bool:
+    """Megatron's rule of IndexShare: whether layer ``layer_number`` (1-based) owns an indexer."""
+    return max(layer_number - max(offset, 1), 0) % freq == 0
+
+
 @dataclass(frozen=True)
 class DSAConfig:
     """Checked options. Names are Megatron's without the ``dsa_indexer_`` prefix; see ``TransformerConfig`` for each.
@@ -99,7 +104,7 @@ class DSAConfig:
         assert 1 <= layer_number <= self.num_layers, f"layers are 1-based: {layer_number} of {self.num_layers}"
         if not isinstance(self.topk_freq, int):
             return bool(self.topk_freq[layer_number - 1])
-        return max(layer_number - max(self.skip_topk_offset, 1), 0) % self.topk_freq == 0
+        return selects(layer_number, self.topk_freq, self.skip_topk_offset)
 
     def source_layer(self, layer_number: int) -> int:
         """The layer (1-based) whose selection layer ``layer_number`` attends to."""

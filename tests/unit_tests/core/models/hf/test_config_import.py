@@ -109,20 +109,33 @@ def test_irregular_schedule_is_refused_with_the_remedy_and_the_remedy_works() ->
     assert [config.dsa_config().computes_topk(n) for n in range(1, 7)] == [w == "full" for w in IRREGULAR]
 
 
-@pytest.mark.parametrize("freq", [[1] * 6, [1, 0, 0, 1, 0, 0], 1, 2])
-def test_schedule_override_cannot_change_who_owns_an_indexer(freq: int | list[int]) -> None:
+def _numbers(freq: int, offset: int) -> dict[str, int]:
+    return {"dsa_indexer_topk_freq": freq, "dsa_indexer_skip_topk_offset": offset}
+
+
+OTHER_OWNERS: list[dict[str, Any]] = [{"dsa_indexer_topk_freq": freq} for freq in ([1] * 6, [1, 0, 0, 1, 0, 0], 1, 2)]
+OTHER_OWNERS += [_numbers(3, 1), {"dsa_indexer_skip_topk_offset": 4}]
+
+
+@pytest.mark.parametrize("override", OTHER_OWNERS, ids=str)
+def test_schedule_override_cannot_change_who_owns_an_indexer(override: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"gives other layers an indexer .* \[1, 1, 0, 0, 1, 0\]"):
-        config_from_hf(hf_config("b_glm_indexshare"), dsa_indexer_topk_freq=freq)
+        config_from_hf(hf_config("b_glm_indexshare"), **override)
+
+
+@pytest.mark.parametrize("keys", [{}, {"index_topk_freq": 1}], ids=["no keys", "frequency 1"])
+def test_an_indexer_in_every_layer_may_be_respelled_but_not_thinned_out(keys: dict[str, int]) -> None:
+    hf = {"model_type": "deepseek_v32"} | keys
+    for override in ({"dsa_indexer_topk_freq": [1] * 61}, _numbers(1, 0), {}):
+        assert all(map(config_from_hf(hf, **override).dsa_config().computes_topk, range(1, 62)))
+    with pytest.raises(ValueError, match=r"freq=4 with dsa_indexer_skip_topk_offset=3 gives other layers an indexer"):
+        config_from_hf(hf, **_numbers(4, 3))
 
 
 def test_schedule_override_may_respell_it() -> None:
     for override in ({"dsa_indexer_topk_freq": [1, 1, 0, 0, 1, 0]}, _numbers(3, 2)):
         config = config_from_hf(hf_config("b_glm_indexshare"), **override)
         assert [config.dsa_config().computes_topk(n) for n in range(1, 7)] == [1, 1, 0, 0, 1, 0]
-
-
-def _numbers(freq: int, offset: int) -> dict[str, int]:
-    return {"dsa_indexer_topk_freq": freq, "dsa_indexer_skip_topk_offset": offset}
 
 
 REFUSED = {

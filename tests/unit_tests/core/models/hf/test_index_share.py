@@ -7,7 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import GlmMoeDsaConfig
 
-from megatron.core.models.hf.index_share import read_schedule, selecting_layers, to_frequency, to_words
+from megatron.core.models.hf.index_share import read_schedule, to_frequency, to_words
+from megatron.core.transformer.experimental_attention_variant.dsa.config import selects
+
+
+def selecting_layers(freq: int, offset: int, layers: int) -> list[bool]:
+    return [selects(number, freq, offset) for number in range(1, layers + 1)]
+
 
 RULES = list(itertools.product((1, 2, 3, 4, 7), (1, 2, 3, 5), (1, 2, 6, 13)))
 
