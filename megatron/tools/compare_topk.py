@@ -25,7 +25,6 @@ from megatron.training.path_arguments import OneLineParser, path_text, require_w
 
 PROGRAM = "compare_topk"
 POSITION_BINS = 64
-_CHUNK_ROWS = 4096
 
 
 class Place(NamedTuple):
@@ -154,10 +153,9 @@ def _compare_layer(a: SavedTopK, b: SavedTopK, layer: int) -> LayerComparison:
     totals, bins = torch.zeros(6, dtype=torch.float64), torch.zeros(2, POSITION_BINS, dtype=torch.float64)
     first = None
     for document, tokens in enumerate(a.tokens):
-        pair = a.positions(layer, document), b.positions(layer, document)
-        for start in range(0, tokens, _CHUNK_ROWS):
-            rows = slice(start, start + _CHUNK_ROWS)
-            overlap, chooses = _overlap(pair[0][rows], pair[1][rows], start)
+        pairs = zip(a.blocks(layer, document, 0, tokens), b.blocks(layer, document, 0, tokens), strict=True)
+        for (start, ours), (_, theirs) in pairs:
+            overlap, chooses = _overlap(ours, theirs, start)
             equal = overlap == 1
             if first is None and not equal.all():
                 first = Place(layer, document, start + int((~equal).int().argmax()))

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron.core.transformer.experimental_attention_variant.dsa import selection_file
 from megatron.core.transformer.experimental_attention_variant.dsa.selection_file import read_topk
 from megatron.tools.compare_topk import LayerComparison, Place, compare, main, report
 
@@ -146,10 +147,10 @@ def test_a_wrong_command_line_ends_with_code_2(arguments: list[str], capsys: pyt
     assert capsys.readouterr().err.startswith("compare_topk: ")
 
 
-def test_chunks_do_not_change_the_figures(same: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_do_not_change_the_figures(same: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     changed(same[1])
     whole = run(*same)
-    monkeypatch.setattr("megatron.tools.compare_topk._CHUNK_ROWS", 3)
+    monkeypatch.setattr(selection_file, "_BLOCK_ROWS", 3)
     for a, b in zip(whole, run(*same), strict=True):
         assert (a.rows, a.equal, a.overlap, a.first) == (b.rows, b.equal, b.overlap, b.first)
         assert torch.equal(a.bins, b.bins)

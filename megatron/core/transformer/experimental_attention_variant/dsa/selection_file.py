@@ -14,7 +14,7 @@ import json
 import os
 import re
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -25,6 +25,8 @@ from torch import Tensor
 
 _NAME = re.compile(r"layer\.(\d+)\.document\.(\d+)")
 _DTYPES = {"I32": torch.int32, "I64": torch.int64}
+_BLOCK_ROWS = 1024
+_LAST = torch.iinfo(torch.int32).max  # stands for -1 where rows are sorted
 
 
 class _Place(NamedTuple):
@@ -57,28 +59,43 @@ class SavedTopK:
     topk: int
     _places: Mapping[tuple[int, int], _Place]
 
-    def positions(self, layer: int, document: int) -> Tensor:
-        """Int64 ``[tokens, K]``: ascending document-local positions, then -1.
+    def blocks(self, layer: int, document: int, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        """Read tokens ``[start, stop)`` and no others: a block's first token, and int32 ``[tokens, K]``.
+
+        Rows hold ascending document-local positions, then -1.
 
         Raises:
             ValueError: a row selects nothing, a key twice, or a key that it cannot see.
         """
+        for first in range(start, stop, _BLOCK_ROWS):
+            yield first, self._block(layer, document, first, min(first + _BLOCK_ROWS, stop))
+
+    def _block(self, layer: int, document: int, start: int, stop: int) -> Tensor:
         place = self._places[layer, document]
+        row = place.width * place.dtype.itemsize
         with self.path.open("rb") as file:
-            file.seek(place.start)
-            data = bytearray(file.read(place.size))
-        ids = torch.frombuffer(data, dtype=place.dtype).reshape(place.tokens, place.width).long()
-        ids = ids.masked_fill(ids == -1, place.tokens).sort(dim=-1).values
-        chosen = ids < place.tokens
-        bad = (ids < 0) | (ids > place.tokens) | (chosen & (ids > torch.arange(place.tokens)[:, None]))
-        bad[:, 1:] |= chosen[:, 1:] & (ids[:, 1:] == ids[:, :-1])
-        bad = bad.any(-1) | ~chosen.any(-1)
-        if bad.any():
+            file.seek(place.start + start * row)
+            data = bytearray(file.read((stop - start) * row))
+        ids = torch.frombuffer(data, dtype=place.dtype).reshape(stop - start, place.width)
+        good = (ids.amin(-1) >= -1) & (ids.amax(-1) <= torch.arange(start, stop))
+        ids = ids.int()
+        if not _ascends(ids).all():
+            ids = ids.masked_fill(ids == -1, _LAST).sort(dim=-1).values
+            ids.masked_fill_(ids == _LAST, -1)
+        good &= _ascends(ids)
+        if not good.all():
             raise ValueError(
-                f"{self.path}: token {int(bad.int().argmax())} of layer {layer}, document {document} selects no key, "
-                "one key twice, or one that it cannot see: give positions from the document's start up to the token."
+                f"{self.path}: token {start + int((~good).int().argmax())} of layer {layer}, document {document} "
+                "selects no key, one key twice, or one that it cannot see: give positions from the document's start up "
+                "to the token."
             )
-        return ids.masked_fill(~chosen, -1)
+        return ids
+
+
+def _ascends(ids: Tensor) -> Tensor:
+    """Which rows are one or more ascending positions, then -1."""
+    earlier, later = ids[:, :-1], ids[:, 1:]
+    return (ids[:, 0] >= 0) & (((earlier >= 0) & (earlier < later)) | (later == -1)).all(-1)
 
 
 def read_topk(path: str | Path) -> SavedTopK:

@@ -212,13 +212,13 @@ def _to_layout(
     saved: SavedTopK, layer: int, segments: list[tuple[Segment, int]], num_rows: int, device: torch.device | str
 ) -> TopK:
     indices_TK = torch.full((num_rows, saved.topk), -1, dtype=torch.int32)
-    current: tuple[int, Tensor] | None = None
+    length_T = torch.zeros(num_rows, dtype=torch.int32)
     for s, number in segments:
-        if current is None or current[0] != number:
-            current = number, saved.positions(layer, number)
-        ids = current[1][s.causal_offset : s.causal_offset + s.num_rows]
-        indices_TK[s.row_start : s.row_stop, : ids.shape[1]] = torch.where(ids < 0, -1, ids + s.key_start).int()
-    length_T = (indices_TK >= 0).sum(-1, dtype=torch.int32)
+        for first, ids in saved.blocks(layer, number, s.causal_offset, s.causal_offset + s.num_rows):
+            row = s.row_start + first - s.causal_offset
+            rows = slice(row, row + ids.shape[0])
+            indices_TK[rows, : ids.shape[1]] = torch.where(ids < 0, -1, ids + s.key_start)
+            length_T[rows] = (ids >= 0).sum(-1, dtype=torch.int32)
     return TopK(indices_TK.to(device), length_T.to(device), None)
 
 

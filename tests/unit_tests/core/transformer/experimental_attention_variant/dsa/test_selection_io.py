@@ -20,6 +20,7 @@ from megatron.core.transformer.experimental_attention_variant.dsa import (
     Segment,
     load_topk,
     save_topk,
+    selection_file,
     selection_io,
 )
 from megatron.core.transformer.experimental_attention_variant.dsa.backends.protocol import TopK
@@ -140,6 +141,36 @@ def test_another_context_parallel_size(saved: Path, size: int) -> None:
     for shard in shards(size):
         own = present(shard, size)
         assert_same(load_topk(saved, shard, documents=own), record(shard, own))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_rows_are_read_in_blocks(saved: Path, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection_file, "_BLOCK_ROWS", rows)
+    assert_same(load_topk(saved, PADDED), record(PADDED))
+    for shard in shards(2):
+        own = present(shard, 2)
+        assert_same(load_topk(saved, shard, documents=own), record(shard, own))
+    blocks = list(read_topk(saved).blocks(4, 2, 3, 11))
+    assert [first for first, _ in blocks] == list(range(3, 11, rows))
+    assert torch.equal(torch.cat([ids for _, ids in blocks]), truth(12, 4, 2)[3:11].int())
+
+
+def test_only_the_rows_at_hand_are_read(tmp_path: Path) -> None:
+    path, whole = tmp_path / "keys", Layout.causal(1, 6)
+    ids = truth(6, 1, 0).int()
+    ids[3] = 99
+    save_file({"layer.1.document.0": ids}, path)
+    for start, stop in ((0, 3), (4, 6)):
+        loaded = load_topk(path, whole.slice_rows(start, stop))[1]
+        assert torch.equal(loaded.indices_TK, ids[start:stop])
+    with pytest.raises(ValueError, match="token 3 of layer 1, document 0 selects no key"):
+        load_topk(path, whole.slice_rows(3, 4))
+
+
+def test_rows_in_order_are_not_sorted_again(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = record(PACKED)
+    monkeypatch.setattr(Tensor, "sort", None)
+    assert_same(load_topk(saved, PACKED), expected)
 
 
 def test_a_shard_that_lacks_a_document_has_to_name_its_own(saved: Path) -> None:
@@ -268,15 +299,19 @@ BAD_ROWS = {
     "a negative position": [[0, -1], [-2, 0], [0, 1]],
     "no key": [[0, -1], [-1, -1], [0, 1]],
     "a position past the document": [[0, -1], [9, -1], [0, 1]],
+    "the document's end": [[0, -1], [0, 3], [0, 1]],
+    "the largest number": [[0, -1], [0, 2**31 - 1], [0, 1]],
+    "more than 32 bits": [[0, -1], [2**32, -1], [0, 1]],
 }
 
 
 @pytest.mark.parametrize("name", BAD_ROWS)
 def test_an_impossible_selection_is_named(tmp_path: Path, name: str) -> None:
     path = tmp_path / "keys"
-    save_file({"layer.2.document.0": torch.tensor(BAD_ROWS[name], dtype=torch.int32)}, path)
-    with pytest.raises(ValueError, match="token 1 of layer 2, document 0 selects no key"):
-        load_topk(path, Layout.packed((0, 3)))
+    for dtype in (torch.int64, torch.int32)[: 1 if "32 bits" in name else 2]:
+        save_file({"layer.2.document.0": torch.tensor(BAD_ROWS[name], dtype=dtype)}, path)
+        with pytest.raises(ValueError, match="token 1 of layer 2, document 0 selects no key"):
+            load_topk(path, Layout.packed((0, 3)))
 
 
 def test_a_damaged_or_foreign_file_is_named(saved: Path, tmp_path: Path) -> None:
