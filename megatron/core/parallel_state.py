@@ -76,6 +76,7 @@ def build_process_groups(sizes: ParallelSizes, device_type: str) -> ProcessGroup
     return ProcessGroupCollection(
         tp=_group(mesh["tp"]),
         cp=_group(mesh["cp"]),
+        tp_cp=_group(mesh["cp", "tp"]._flatten("tp_cp")),
         dp=_group(mesh["dp"]),
         dp_cp=_group(rows),
         ep=_group(expert_mesh["ep"]),

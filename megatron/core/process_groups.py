@@ -19,6 +19,7 @@ class ProcessGroupCollection:
     Attributes:
         tp: one layer's weights, and rows between layers with sequence parallelism.
         cp: one sequence's rows.
+        tp_cp: the rows and heads of one pass, and so its documents.
         dp: the samples of a step.
         dp_cp: the rows of a step; dense parameters are sharded over it.
         ep: the experts of a layer.
@@ -31,6 +32,7 @@ class ProcessGroupCollection:
 
     tp: ProcessGroup | None = None
     cp: ProcessGroup | None = None
+    tp_cp: ProcessGroup | None = None
     dp: ProcessGroup | None = None
     dp_cp: ProcessGroup | None = None
     ep: ProcessGroup | None = None

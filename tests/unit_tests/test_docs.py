@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.core.models.gpt import build_gpt_model, get_preset
+from megatron.core.transformer.experimental_attention_variant.dsa import record_topk, save_topk
+from megatron.tools.compare_topk import main as compare_topk
 from tests.unit_tests.tree_rules import ROOT
 
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
@@ -77,3 +80,19 @@ def test_the_replay_example_runs_and_replays(tmp_path: Path, monkeypatch: pytest
     names: dict[str, Any] = {}
     exec(block, names)
     assert torch.equal(names["recorded"], names["replayed"])
+
+
+def test_the_parity_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recording, replaying an engine's file and learning from it; then the comparison that the page names."""
+    page = ROOT / "docs" / "rl_parity.md"
+    model = build_gpt_model(get_preset("tiny-glm5"))
+    tokens, labels = torch.randint(257, (2, 2, 48))
+    monkeypatch.chdir(tmp_path)
+    with record_topk(model) as record, torch.no_grad():
+        model(tokens)
+    save_topk("engine.safetensors", record)
+    (block,) = _python_blocks(page)
+    exec(block, {"model": model, "tokens": tokens, "labels": labels})
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+    (arguments,) = re.findall(r"python -m megatron.tools.compare_topk ([\w. ]+?) *#", page.read_text(encoding="utf-8"))
+    assert compare_topk(arguments.split()) == 0

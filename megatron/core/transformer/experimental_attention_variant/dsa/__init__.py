@@ -6,7 +6,7 @@ alone.
 """
 
 from .config import DSAConfig
-from .index_share import TopKCache, record_topk, replay_topk
+from .index_share import TopKCache, TopKRecord, record_topk, replay_topk
 from .layout import Layout, Segment, row_bounds
 from .loss import LossTracker
 from .selection_io import load_topk, save_topk
@@ -25,6 +25,7 @@ __all__ = [
     "LossTracker",
     "Segment",
     "TopKCache",
+    "TopKRecord",
     "load_topk",
     "record_topk",
     "replay_topk",

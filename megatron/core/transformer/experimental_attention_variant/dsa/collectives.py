@@ -43,6 +43,13 @@ def group_rank(group: ProcessGroup | None) -> int:
     return 0 if group is None else group.rank()
 
 
+def first_rank(group: ProcessGroup | None) -> int:
+    """The world's number of ``group``'s first rank; of this process for None."""
+    if group is not None:
+        return dist.get_global_rank(group, 0)
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 def copy_to_tensor_parallel(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """``x`` itself, which every rank holds; its gradient is the sum of the ranks' partial ones."""
     return x if group_size(group) == 1 else _apply(_Copy, x, group)

@@ -66,7 +66,7 @@ def engine_options(engine: str, values: Mapping[str, Any]) -> dict[str, Any]:
         "dsa_indexer_rope_table_dtype": tables,
         "dsa_indexer_rope_interleaved": pairs_neighbours,
         "dsa_indexer_rotate_activation": rotate,
-        "dsa_indexer_k_norm_epsilon": 1e-6,
+        "dsa_indexer_k_norm_epsilon": 1e-6,  # assumed for SGLang, whose class default was not read
         "dsa_indexer_k_norm_fp32": True,
         "attention_latent_norm_epsilon": values["layernorm_epsilon"],
     }

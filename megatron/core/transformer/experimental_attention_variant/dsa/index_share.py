@@ -13,15 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from torch import nn
 
 from .backends.protocol import TopK
+from .collectives import first_rank
+from .layout import Layout
 
 if TYPE_CHECKING:
     from .context import ForwardContext
+    from .context_parallel import RowShards
 
 
 class TopKCache:
@@ -53,36 +57,44 @@ class TopKCache:
         self._selections[layer_number] = topk._replace(scores_TK=None)
 
 
+class TopKRecord(dict[int, TopK]):
+    """Selections of one forward pass by layer number (1-based), and what their rows and ids refer to.
+
+    Attributes:
+        layout: of the pass, on this rank; None before one ran.
+        first_holder: the first of the ranks that hold these rows too (tensor parallelism), counted in the world; None
+            where that is not known.
+    """
+
+    def __init__(self, selections: Mapping[int, TopK] | None = None, layout: Layout | None = None) -> None:
+        super().__init__(selections or {})
+        self.layout = layout
+        self.first_holder: int | None = None
+
+
 class _Selecting(Protocol):
     layer_number: int
     source_layer: int
+    shards: RowShards
     indexer: nn.Module | None
     recorder: dict[int, TopK] | None
     replayed: Mapping[int, TopK] | None
 
 
-def selecting_layers(model: nn.Module) -> dict[int, _Selecting]:
-    """The ``DSAttention`` modules of ``model`` that own an indexer, by layer number."""
-    from .attention import DSAttention
-
-    layers = (m for m in model.modules() if isinstance(m, DSAttention) and m.indexer is not None)
-    return {layer.layer_number: cast(_Selecting, layer) for layer in layers}
-
-
 @contextmanager
-def record_topk(model: nn.Module) -> Iterator[dict[int, TopK]]:
+def record_topk(model: nn.Module) -> Iterator[TopKRecord]:
     """Record each layer's selection: yields a mapping from layer number to ``TopK``, filled by forward passes.
 
-    Ids are global to the flattened keys. Layers that reuse a selection hold no entry. A later forward pass replaces an
-    earlier one's entries; activation recompute adds none.
+    Ids are global to the flattened keys of the pass's layout, which the record holds too. Layers that reuse a selection
+    hold no entry. A later forward pass replaces an earlier one's entries; activation recompute adds none.
 
     Raises:
         ValueError: the model has no DSA layer, or is being recorded already.
     """
-    layers = _require_layers(model)
+    layers = _selecting_layers(model)
     if any(layer.recorder is not None for layer in layers.values()):
         raise ValueError("The model's selections are being recorded already: leave that record_topk block first.")
-    record: dict[int, TopK] = {}
+    record = TopKRecord()
     for layer in layers.values():
         layer.recorder = record
     try:
@@ -97,12 +109,13 @@ def replay_topk(model: nn.Module, record: Mapping[int, TopK]) -> Iterator[None]:
     """Attend to the recorded keys instead of selecting: forward passes started in the block use exactly those ids.
 
     Their backward passes use them too, also after the block and under activation recompute. Indexer losses score the
-    recorded ids. A block inside another one takes over until it ends.
+    recorded ids. A block inside another one takes over until it ends. A pass in another layout than a ``TopKRecord``'s
+    is refused; a plain mapping is taken at its word.
 
     Raises:
         ValueError: the record lacks a layer that selects, or has one that does not.
     """
-    layers = _require_layers(model)
+    layers = _selecting_layers(model)
     if set(record) != set(layers):
         raise ValueError(
             f"The record holds layers {sorted(record)}, but the layers that select are {sorted(layers)}: record with a "
@@ -122,7 +135,7 @@ def remembered(layer: _Selecting, context: ForwardContext) -> TopK | None:
     """The keys that need no selection: another layer's, those of this pass before a recompute, or recorded ones.
 
     Raises:
-        ValueError: the layer reuses one that did not run, or the record is of a pass with another number of rows.
+        ValueError: the layer reuses one that did not run, or the record is of a pass in another layout.
     """
     if layer.indexer is None:
         return context.topk_cache.require(layer.source_layer, layer.layer_number)
@@ -136,6 +149,8 @@ def remembered(layer: _Selecting, context: ForwardContext) -> TopK | None:
             f"The record of layer {layer.layer_number} holds {rows} rows, but this pass has "
             f"{context.layout.num_rows}: replay with the microbatch that was recorded."
         )
+    if isinstance(layer.replayed, TopKRecord) and layer.replayed.layout is not None:
+        _require_same_segments(layer.layer_number, layer.replayed.layout, context.layout)
     return topk
 
 
@@ -147,8 +162,9 @@ def remember(layer: _Selecting, context: ForwardContext, topk: TopK) -> TopK:
     topk = topk._replace(scores_TK=None)
     if layer.indexer is not None and context.topk_cache.get(layer.layer_number) is None:
         context.topk_cache.put(layer.layer_number, topk)
-        if layer.recorder is not None:
+        if isinstance(layer.recorder, TopKRecord):
             layer.recorder[layer.layer_number] = _outside_inference(topk)
+            layer.recorder.layout, layer.recorder.first_holder = context.layout, first_rank(layer.shards.tp)
     return topk
 
 
@@ -159,8 +175,23 @@ def _outside_inference(topk: TopK) -> TopK:
         return TopK(topk.indices_TK.clone(), topk.length_T.clone(), None)
 
 
-def _require_layers(model: nn.Module) -> dict[int, _Selecting]:
-    layers = selecting_layers(model)
-    if not layers:
+def _selecting_layers(model: nn.Module) -> dict[int, _Selecting]:
+    """The ``DSAttention`` modules of ``model`` that own an indexer, by layer number."""
+    from .attention import DSAttention
+
+    layers = (m for m in model.modules() if isinstance(m, DSAttention) and m.indexer is not None)
+    found = {layer.layer_number: cast(_Selecting, layer) for layer in layers}
+    if not found:
         raise ValueError("The model has no DSA layer that selects keys: use experimental_attention_variant='dsa'.")
-    return layers
+    return found
+
+
+def _require_same_segments(layer_number: int, recorded: Layout, present: Layout) -> None:
+    """Ids count keys and rows of their own layout; how many keys follow the last document does not matter."""
+    for theirs, ours in zip_longest(recorded.segments, present.segments):
+        if theirs != ours:
+            raise ValueError(
+                f"The record of layer {layer_number} is of another layout than this pass's (it has {theirs} where the "
+                f"pass has {ours}), so its ids would mean other keys: replay with the microbatch that was recorded, or "
+                "load the file with the pass's layout."
+            )

@@ -22,8 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .backends.protocol import TopK
+from .index_share import TopKRecord
 from .layout import Layout, Segment
 from .selection_file import SavedTopK, read_topk, write_topk
+
+_NOBODY = -2  # holds a row; -1 is a rank that did not say which
 
 
 class _Document(NamedTuple):
@@ -31,36 +34,43 @@ class _Document(NamedTuple):
     tokens: int
 
 
+class _Shard(NamedTuple):
+    """What a rank says of its rows before it sends them."""
+
+    layout: Layout
+    first_holder: int | None
+    layers: list[int]
+    width: int
+
+
 def save_topk(
-    path: str | Path, record: Mapping[int, TopK], layout: Layout, group: dist.ProcessGroup | None = None
+    path: str | Path,
+    record: Mapping[int, TopK],
+    layout: Layout | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write what ``record_topk`` recorded in one forward pass.
 
     Args:
         path: the file; an existing one is replaced.
         record: selections by layer number.
-        layout: the layout of that pass on this rank.
-        group: all ranks that hold rows of these documents; every one of them must call. None where this rank holds
-            all rows.
+        layout: the layout of that pass on this rank; None takes the one that ``record_topk`` left in ``record``.
+        group: all ranks that hold rows of these documents (``ProcessGroupCollection.tp_cp``); every one of them must
+            call. None where this rank holds all rows.
 
     Raises:
-        ValueError: rows are missing, ranks disagree about one, or the record is of another pass.
+        ValueError: rows are missing, ranks disagree about one or hold other documents, or the record is of another
+            pass.
         OSError: the file cannot be written.
     """
-    problem = _mismatch(record, layout)
-    shards = _all_gather((layout, sorted(record), problem), group)
-    layouts, layers = [shard[0] for shard in shards], sorted(record)
-    _raise_first(shard[2] for shard in shards)
-    if any(shard[1] != layers for shard in shards):
-        raise ValueError(f"The ranks recorded layers {[shard[1] for shard in shards]}: record the same pass on all.")
-    documents = _documents(layouts)
-    gathered = (_gather(record[layer].indices_TK.cpu(), group) for layer in layers)
+    shards = _all_gather(_describe(record, layout), group)
+    _raise_first(shard for shard in shards if isinstance(shard, ValueError))
+    documents = _documents(shards)
+    gathered = (_gather(record[layer].indices_TK.cpu(), group) for layer in sorted(record))
     failure: Exception | None = None
     if group is None or dist.get_rank(group) == 0:
         try:
-            _write(
-                Path(path), layers, documents, _width(record), _positions(gathered, layouts, documents, _width(record))
-            )
+            _write(Path(path), shards, documents, gathered)
         except (OSError, ValueError) as error:
             failure = error
     for _ in gathered:  # the other ranks' part in the gathers, and the rest of them after a failure
@@ -68,21 +78,9 @@ def save_topk(
     _raise_first([_broadcast(failure, group)])
 
 
-def save_topk_shards(path: str | Path, shards: Sequence[tuple[Mapping[int, TopK], Layout]]) -> None:
-    """``save_topk`` for rows that were recorded by several ranks and lie in one process: (record, layout) of each."""
-    _raise_first(_mismatch(record, layout) for record, layout in shards)
-    records, layouts = [record for record, _ in shards], [layout for _, layout in shards]
-    layers, width = sorted(records[0]), _width(records[0])
-    if any(sorted(record) != layers for record in records):
-        raise ValueError(f"The shards recorded layers {[sorted(r) for r in records]}: record the same pass in all.")
-    documents = _documents(layouts)
-    gathered = ([record[layer].indices_TK.cpu() for record in records] for layer in layers)
-    _write(Path(path), layers, documents, width, _positions(gathered, layouts, documents, width))
-
-
 def load_topk(
     path: str | Path, layout: Layout, device: torch.device | str = "cpu", documents: Sequence[int] | None = None
-) -> dict[int, TopK]:
+) -> TopKRecord:
     """Read selections for ``replay_topk``, as ids of the present layout's keys.
 
     Args:
@@ -99,19 +97,30 @@ def load_topk(
     """
     saved = read_topk(path)
     segments = _match(saved, layout, documents)
-    return {layer: _to_layout(saved, layer, segments, layout.num_rows, device) for layer in saved.layers}
+    selections = {layer: _to_layout(saved, layer, segments, layout.num_rows, device) for layer in saved.layers}
+    return TopKRecord(selections, layout)
 
 
-def _mismatch(record: Mapping[int, TopK], layout: Layout) -> ValueError | None:
+def _describe(record: Mapping[int, TopK], layout: Layout | None) -> _Shard | ValueError:
+    """This rank's shard, or what is wrong with it: an error travels to the other ranks, which would wait."""
     if not record:
         return ValueError("Nothing was recorded: run a forward pass in record_topk before saving.")
+    first_holder = None
+    if isinstance(record, TopKRecord):
+        layout, first_holder = layout or record.layout, record.first_holder
+    if layout is None:
+        return ValueError(
+            f"The record is a {type(record).__name__} that does not say which rows and keys it counts: save what "
+            "record_topk yields, or pass the layout of the recorded pass."
+        )
     for layer, topk in record.items():
         if topk.indices_TK.shape[0] != layout.num_rows:
             return ValueError(
                 f"Layer {layer} recorded {topk.indices_TK.shape[0]} rows, but the layout has {layout.num_rows}: save "
                 "with the layout of the recorded pass."
             )
-    return None
+    width = max(topk.indices_TK.shape[1] for topk in record.values())
+    return _Shard(layout, first_holder, sorted(record), width)
 
 
 def _raise_first(failures: Iterable[Exception | None]) -> None:
@@ -120,33 +129,51 @@ def _raise_first(failures: Iterable[Exception | None]) -> None:
             raise failure
 
 
-def _width(record: Mapping[int, TopK]) -> int:
-    return max(topk.indices_TK.shape[1] for topk in record.values())
-
-
-def _documents(layouts: Sequence[Layout]) -> list[_Document]:
+def _documents(shards: Sequence[_Shard]) -> list[_Document]:
     """The documents of all shards, in the order of their keys; every token's row must be in some shard."""
-    segments: dict[int, list[Segment]] = {}
-    for segment in (s for layout in layouts for s in layout.segments):
-        segments.setdefault(segment.key_start, []).append(segment)
+    if any(shard.layers != shards[0].layers for shard in shards):
+        raise ValueError(
+            f"The ranks recorded layers {[shard.layers for shard in shards]}: record the same pass on all."
+        )
+    segments: dict[int, list[tuple[Segment, int]]] = {}
+    for segment, holder in ((s, shard.first_holder) for shard in shards for s in shard.layout.segments):
+        segments.setdefault(segment.key_start, []).append((segment, -1 if holder is None else holder))
     documents = []
     for number, key_start in enumerate(sorted(segments)):
-        tokens = max(s.key_stop for s in segments[key_start]) - key_start
-        held = torch.zeros(tokens, dtype=torch.bool)
-        for s in segments[key_start]:
-            held[s.causal_offset : s.causal_offset + s.num_rows] = True
-        if not held.all():
+        tokens = max(s.key_stop for s, _ in segments[key_start]) - key_start
+        holders = torch.full((tokens,), _NOBODY)
+        for s, holder in segments[key_start]:
+            own = holders[s.causal_offset : s.causal_offset + s.num_rows]
+            _require_peers(own, holder, number)
+            own.fill_(holder)
+        if (holders == _NOBODY).any():
             raise ValueError(
-                f"No rank that saves holds token {int((~held).int().argmax())} of document {number}: pass the process "
-                "group of all ranks that share these documents."
+                f"No rank that saves holds token {int((holders == _NOBODY).int().argmax())} of document {number}: pass "
+                "the process group of all ranks that share these documents."
             )
         documents.append(_Document(key_start, tokens))
     return documents
 
 
-def _write(path: Path, layers: list[int], documents: list[_Document], width: int, rows: Iterable[Tensor]) -> None:
-    shapes = {(n, m): (d.tokens, min(width, d.tokens)) for n in layers for m, d in enumerate(documents)}
-    write_topk(path, shapes, width, rows)
+def _require_peers(held: Tensor, holder: int, number: int) -> None:
+    """Equal rows are one pass's on tensor-parallel ranks alone; on others they are another sample's."""
+    others = held[(held != _NOBODY) & (held != holder)]
+    if others.numel():
+        raise ValueError(
+            f"Ranks {int(others[0])} and {holder} both hold rows of document {number} without being tensor-parallel "
+            "ranks of each other, so they ran other documents (data parallelism): pass the group of the ranks that "
+            "share one pass's documents, ProcessGroupCollection.tp_cp."
+        )
+
+
+def _write(
+    path: Path, shards: Sequence[_Shard], documents: Sequence[_Document], gathered: Iterable[list[Tensor]]
+) -> None:
+    """The file, from the ids that each shard sent for a layer, layer after layer."""
+    width = max(shard.width for shard in shards)
+    layouts = [shard.layout for shard in shards]
+    shapes = {(n, m): (d.tokens, min(width, d.tokens)) for n in shards[0].layers for m, d in enumerate(documents)}
+    write_topk(path, shapes, width, _positions(gathered, layouts, documents, width))
 
 
 def _positions(
@@ -165,8 +192,9 @@ def _positions(
                     ids = _within_document(ids, s, number)
                     if (held[own, None] & (rows[own] != ids)).any():
                         raise ValueError(
-                            f"Two ranks hold the same rows of document {number} with different keys: their indexers "
-                            "have diverged, so compare their weights and inputs."
+                            f"Two ranks hold the same rows of document {number} with different keys: leave "
+                            "data-parallel ranks out of the group, and where it has none, compare the ranks' weights "
+                            "and inputs."
                         )
                     rows[own], held[own] = ids, True
             yield rows

@@ -41,6 +41,28 @@ def test_the_page_has_no_other_rows() -> None:
     assert len(table.splitlines()) - 2 == len(SERVED)
 
 
+def test_the_page_says_what_was_not_read() -> None:
+    page = (ROOT / "docs" / "rl_parity.md").read_text(encoding="utf-8")
+    sources = re.findall(r"^\| SGLang \| .*$", page, flags=re.MULTILINE)
+    assert len(sources) == 2
+    assert all(re.search("default epsilon that its key norm takes,? was not read", row) for row in sources)
+
+
+def test_the_page_counts_rows_as_the_measurement_did() -> None:
+    """FP8 scores against DeepGEMM's: rows with another set, and the distance of the keys that differ."""
+    page = (ROOT / "docs" / "rl_parity.md").read_text(encoding="utf-8").replace("\n ", "")
+    said = re.search(r"in (\d) \(32 heads\) and in (\d) \(64 heads\) of the last 4,096 rows of 65,536", page)
+    at_most = re.search(r"in at most (\d) of 4,096 rows .* at most ([\d.]+) ulp apart", page)
+    assert said is not None and at_most is not None
+    results = ROOT / "tests" / "performance_tests" / "results" / "2026-11-30-h200-fp8.md"
+    table = re.findall(
+        r"^\| (.*) \| (\d+) \| (\d+) \| ([\d.]+) ulp \|$", results.read_text(encoding="utf-8"), re.MULTILINE
+    )
+    other_sets = {case: other for case, _, other, _ in table}
+    assert said.groups() == tuple(other_sets[f"last 4096 rows of 65536, H{heads}"] for heads in (32, 64))
+    assert at_most.groups() == (max(other_sets.values()), max(gap for *_, gap in table))
+
+
 @pytest.mark.parametrize(("engine", "model"), SERVED)
 def test_a_matched_configuration_builds(engine: str, model: str) -> None:
     values = fields(model)

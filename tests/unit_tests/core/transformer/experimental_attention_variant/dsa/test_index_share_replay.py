@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,13 @@ from megatron.core.transformer.experimental_attention_variant.dsa import (
     DSAttention,
     Layout,
     LossTracker,
+    load_topk,
     record_topk,
     replay_topk,
+    save_topk,
 )
 from megatron.core.transformer.experimental_attention_variant.dsa.backends.protocol import TopK
+from megatron.core.transformer.experimental_attention_variant.dsa.index_share import remembered
 from megatron.core.transformer.experimental_attention_variant.dsa.layout import row_bounds
 from megatron.core.transformer.experimental_attention_variant.dsa.reference import ReferenceBackend
 
@@ -225,3 +229,22 @@ def test_replay_refuses_a_record_of_another_model_or_pass() -> None:
                 pass
     with replay_topk(model, record), pytest.raises(ValueError, match="layer 1 holds 14 rows, but this pass has 10"):
         model(microbatch(0, rows=10), context_for(Layout.causal(2, 5)))
+
+
+def test_replay_refuses_a_record_of_another_layout(tmp_path: Path) -> None:
+    """Equally many rows, but other documents: the ids would be keys of a neighbour, or of the future."""
+    model, packed, batch = Model(), LAYOUTS["packed"], LAYOUTS["batch"]
+    assert packed.num_rows == batch.num_rows
+    with record_topk(model) as record:
+        model(microbatch(0), context_for(packed))
+    assert record.layout == packed
+    save_topk(tmp_path / "keys", record)
+    for known in (record, load_topk(tmp_path / "keys", packed)):
+        with replay_topk(model, known):
+            with pytest.raises(ValueError, match=r"layer 1 is of another layout than this pass's \(it has Segment\("):
+                model(microbatch(0), context_for(batch))
+            more_keys = Layout(packed.num_rows, packed.num_keys + 3, packed.segments)
+            assert remembered(model.layers[0].attention, context_for(more_keys)) is known[1]
+            fewer = Layout(packed.num_rows, packed.num_keys, packed.segments[:-1])
+            with pytest.raises(ValueError, match="where the pass has None"):
+                remembered(model.layers[0].attention, context_for(fewer))

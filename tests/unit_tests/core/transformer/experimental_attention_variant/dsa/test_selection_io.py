@@ -15,18 +15,26 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.parallel_state import ParallelSizes, build_process_groups
+from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.transformer.experimental_attention_variant.dsa import (
     Layout,
     Segment,
+    TopKRecord,
     load_topk,
+    record_topk,
     save_topk,
     selection_file,
     selection_io,
 )
 from megatron.core.transformer.experimental_attention_variant.dsa.backends.protocol import TopK
+from megatron.core.transformer.experimental_attention_variant.dsa.collectives import group_rank
+from megatron.core.transformer.experimental_attention_variant.dsa.context import ForwardContext
 from megatron.core.transformer.experimental_attention_variant.dsa.selection_file import read_topk
-from megatron.core.transformer.experimental_attention_variant.dsa.selection_io import save_topk_shards
 from tests.ranks import run_on_ranks
+
+from . import test_parallel as parallel
 
 K = 5
 LAYERS = (1, 4)
@@ -58,6 +66,14 @@ def record(
     layout: Layout, documents: Sequence[int] = (0, 1, 2, 3), lengths: Sequence[int] = LENGTHS
 ) -> dict[int, TopK]:
     return {layer: selection(layout, layer, documents, lengths) for layer in LAYERS}
+
+
+def save_shards(path: Path, parts: Sequence[tuple[dict[int, TopK], Layout]]) -> None:
+    """What the first rank writes of several ranks' (record, layout), without the ranks."""
+    shards = [selection_io._describe(*part) for part in parts]
+    layers = sorted(parts[0][0])
+    gathered = ([record[layer].indices_TK for record, _ in parts] for layer in layers)
+    selection_io._write(path, shards, selection_io._documents(shards), gathered)
 
 
 def offsets(lengths: Sequence[int], multiple: int = 1) -> tuple[int, ...]:
@@ -116,12 +132,12 @@ def test_the_same_file_whatever_layout_it_was_recorded_in(saved: Path, tmp_path:
     save_topk(other, record(PADDED), PADDED)
     assert other.read_bytes() == saved.read_bytes()
     for size in (2, 3):
-        save_topk_shards(other, [(record(s, present(s, size)), s) for s in shards(size)])
+        save_shards(other, [(record(s, present(s, size)), s) for s in shards(size)])
         assert other.read_bytes() == saved.read_bytes()
     halves = [PACKED.slice_rows(0, 13), PACKED.slice_rows(13, 24)]
     parts = [({n: topk.rows(a, b) for n, topk in record(PACKED).items()}, s)
              for s, (a, b) in zip(halves, ((0, 13), (13, 24)), strict=True)]  # fmt: skip
-    save_topk_shards(other, parts)
+    save_shards(other, parts)
     assert other.read_bytes() == saved.read_bytes()
 
 
@@ -180,6 +196,12 @@ def test_a_shard_that_lacks_a_document_has_to_name_its_own(saved: Path) -> None:
         load_topk(saved, shard)
 
 
+def test_a_record_knows_its_layout(saved: Path, tmp_path: Path) -> None:
+    for known in (TopKRecord(record(PADDED), PADDED), load_topk(saved, PADDED)):
+        save_topk(tmp_path / "other", known)
+        assert (tmp_path / "other").read_bytes() == saved.read_bytes()
+
+
 def test_documents_in_another_order_and_a_part_of_them(saved: Path) -> None:
     for documents in ((3, 2, 1, 0), (2,), (2, 0), (1, 1)):
         layout = Layout.packed(offsets([LENGTHS[m] for m in documents]))
@@ -203,7 +225,7 @@ def test_any_layout_to_any_other(
         own = [[m for m, start in enumerate(padding[:-1]) if start in {s.key_start for s in r.segments}] for r in ranks]
         layouts.append(list(zip(ranks, own, strict=True)))
     first, second = layouts
-    save_topk_shards(path, [(record(layout, own, lengths), layout) for layout, own in first])
+    save_shards(path, [(record(layout, own, lengths), layout) for layout, own in first])
     for layout, own in second:
         assert_same(load_topk(path, layout, documents=own), record(layout, own, lengths))
 
@@ -257,6 +279,8 @@ def test_saving_refuses_what_it_cannot_tell(tmp_path: Path) -> None:
         save_topk(path, {}, PACKED)
     with pytest.raises(ValueError, match="Layer 1 recorded 24 rows, but the layout has 40"):
         save_topk(path, record(PACKED), PADDED)
+    with pytest.raises(ValueError, match="is a dict that does not say which rows and keys it counts: save what"):
+        save_topk(path, record(PACKED))
     for lengths in ((4, 3, 1, 12, 4), (7, 1, 11, 5)):  # as many rows, but cut elsewhere
         with pytest.raises(ValueError, match=r"of document \d selected keys that this layout hides from it"):
             save_topk(path, record(PACKED), Layout.packed(offsets(lengths)))
@@ -267,12 +291,10 @@ def test_saving_refuses_what_it_cannot_tell(tmp_path: Path) -> None:
     shard = shards(2)[0]
     with pytest.raises(ValueError, match="No rank that saves holds token 2 of document 0"):
         save_topk(path, record(shard, present(shard, 2)), shard)
-    with pytest.raises(ValueError, match=r"The shards recorded layers \[\[1, 4\], \[1\]\]"):
-        save_topk_shards(path, [(record(PACKED), PACKED), ({1: record(PACKED)[1]}, PACKED)])
     changed = record(PACKED)
     changed[4].indices_TK[23, 0] = -1
     with pytest.raises(ValueError, match="Two ranks hold the same rows of document 3 with different keys"):
-        save_topk_shards(path, [(record(PACKED), PACKED), (changed, PACKED)])
+        save_shards(path, [(record(PACKED), PACKED), (changed, PACKED)])
     with pytest.raises(FileNotFoundError):
         save_topk(tmp_path / "missing" / "keys", record(PACKED), PACKED)
     assert list(tmp_path.iterdir()) == []
@@ -282,7 +304,7 @@ def test_a_failed_save_keeps_the_file_before_it(saved: Path) -> None:
     before, changed = saved.read_bytes(), record(PACKED)
     changed[4].indices_TK[23, 0] = -1
     with pytest.raises(ValueError, match="Two ranks"):
-        save_topk_shards(saved, [(record(PACKED), PACKED), (changed, PACKED)])
+        save_shards(saved, [(record(PACKED), PACKED), (changed, PACKED)])
     assert saved.read_bytes() == before and list(saved.parent.iterdir()) == [saved]
 
 
@@ -409,6 +431,58 @@ def test_two_ranks_gather_to_one_file_and_fail_together(saved: Path, tmp_path: P
         assert "Nothing was recorded" in sentences[1]
         assert "The ranks recorded layers [[1], [1, 4]]" in sentences[2]
     assert path.read_bytes() == saved.read_bytes()
+
+
+TP2_CP2, TP2_DP2 = parallel.Case(2, 2, True, True, None), parallel.Case(2, 1, False, True, None)
+
+
+def _pass_of(case: parallel.Case, groups: ProcessGroupCollection, seed: int) -> TopKRecord:
+    """What a rank records; documents differ by ``seed``."""
+    cp_rank = group_rank(groups.cp)
+    local = parallel.local_inputs(case, group_rank(groups.tp), cp_rank)
+    module = parallel.make_module(parallel.make_config(case, parallel=case.tp > 1), groups)
+    packed, rows = PackedSeqParams.from_offsets(parallel.REAL, parallel.PADDED), len(parallel.rows_of(case, cp_rank))
+    context = ForwardContext.build(1, rows, packed, "cpu", cp_group=groups.cp)
+    with record_topk(module) as record, torch.no_grad():
+        module(local["query"], local["key"], x=local["x"] + seed * local["x"].roll(1, 1), qr=local["qr"],
+               context=context)  # fmt: skip
+    return record
+
+
+def _save_a_pass(folder: Path) -> list[str]:
+    """On one of four ranks: saves of passes, and the sentences where the group has ranks of another pass."""
+    groups = build_process_groups(ParallelSizes(4, tensor=2, context=2), "cpu")
+    save_topk(folder / "tp2-cp2", _pass_of(TP2_CP2, groups, 0), group=groups.tp_cp)
+    groups = build_process_groups(ParallelSizes(4, tensor=2), "cpu")
+    replica = group_rank(groups.dp)
+    record = _pass_of(TP2_DP2, groups, replica)
+    save_topk(folder / f"tp2-dp{replica}", record, group=groups.tp_cp)
+    sentences = []
+    for group, selections in (
+        (groups.world, record),
+        (groups.dp, record),
+        (groups.world, _pass_of(TP2_DP2, groups, 0)),  # the replicas' keys are equal by chance
+        (groups.world, dict(record)),
+    ):
+        with pytest.raises(ValueError) as failure:
+            save_topk(folder / "refused", selections, record.layout, group)
+        sentences.append(str(failure.value))
+    return sentences
+
+
+def test_the_ranks_of_one_pass_save_it_and_other_groups_are_refused(tmp_path: Path) -> None:
+    ranks = run_on_ranks(4, _save_a_pass, tmp_path)
+    for seed, names in ((0, ("tp2-cp2", "tp2-dp0")), (1, ("tp2-dp1",))):
+        save_topk(tmp_path / "one", _pass_of(parallel.Case(1, 1, False, True, None), ProcessGroupCollection(), seed))
+        for name in names:
+            assert (tmp_path / name).read_bytes() == (tmp_path / "one").read_bytes()
+    assert (tmp_path / "tp2-dp0").read_bytes() != (tmp_path / "tp2-dp1").read_bytes()
+    assert not (tmp_path / "refused").exists()
+    for sentences in ranks:
+        for sentence in sentences[:3]:
+            assert "Ranks 0 and 2 both hold" in sentence or "Ranks 1 and 3 both hold" in sentence
+            assert "rows of document 0 without being tensor-parallel ranks of each other" in sentence
+        assert "leave data-parallel ranks out of the group, and where it has none" in sentences[3]
 
 
 def test_the_package_exports_both() -> None:
