@@ -54,6 +54,7 @@ GLM_5: dict[str, Any] = {
 }
 
 GLM_5_2 = GLM_5 | {
+    "max_position_embeddings": 1048576,
     "rope_parameters": {"rope_theta": 8000000, "rope_type": "default"},
     "index_topk_freq": 4,
     "index_skip_topk_offset": 3,
