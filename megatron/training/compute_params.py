@@ -18,8 +18,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron.core.transformer.transformer_config import TransformerConfig
-
 
 class _Copy(NamedTuple):
     module: nn.Module
@@ -76,17 +74,6 @@ class ComputeParams:
     def _install(self, copies: bool) -> None:
         for entry in self._copies:
             entry.module._parameters[entry.name] = entry.copy if copies else entry.parameter
-
-
-def fp32_islands(config: TransformerConfig) -> Callable[[str], bool]:
-    """Which parameters, by name, compute in FP32 although the model computes in BF16.
-
-    The routers' weights, and with ``dsa_indexer_k_norm_fp32`` the indexers' key norms.
-    """
-    suffixes = [".router.weight"]
-    if config.dsa_indexer_k_norm_fp32:
-        suffixes += [".indexer.k_norm.weight", ".indexer.k_norm.bias"]
-    return lambda name: name.endswith(tuple(suffixes))
 
 
 def as_fp32(model: nn.Module) -> nn.Module:

@@ -22,7 +22,7 @@ from megatron.core.transformer.experimental_attention_variant.dsa.context_parall
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.training.arguments import PretrainConfig
 from megatron.training.checkpointing import Checkpoint, Progress, find_checkpoint, load_checkpoint, saved_options
-from megatron.training.compute_params import ComputeParams, as_fp32, fp32_islands
+from megatron.training.compute_params import ComputeParams, as_fp32
 from megatron.training.data.build import Datasets, build_datasets
 from megatron.training.data.shard import pad_offsets
 from megatron.training.optimizer import build_optimizer
@@ -137,7 +137,7 @@ def build_model(
     """The model with FP32 parameters and initial weights, whole in one process and sharded over several."""
     if groups.world is None:
         model = as_fp32(build_gpt_model(config, device=device))
-        return model, ComputeParams(model, config.params_dtype, fp32_islands(config))
+        return model, ComputeParams(model, config.params_dtype, config.computes_in_fp32)
     sharded = build_gpt_model(config, device="meta", pg_collection=groups)
     as_fp32(sharded)
     compute = shard_model(sharded, groups)

@@ -34,7 +34,6 @@ from megatron.core.tensor_parallel.initialization import initialize_weights
 from megatron.core.tensor_parallel.mappings import group_size
 from megatron.core.tensor_parallel.shards import local_part, split_of, sums_gradient_over_tp
 from megatron.core.transformer.moe.experts import GroupedMLP
-from megatron.training.compute_params import fp32_islands
 
 
 class ShardedCompute:
@@ -75,7 +74,7 @@ class ShardedCompute:
 def shard_model(model: GPTModel, groups: ProcessGroupCollection) -> ShardedCompute:
     """Shard a model with FP32 parameters in place; on the meta device for models that fit on no rank."""
     assert groups.mesh is not None and groups.row_mesh is not None and groups.expert_mesh is not None
-    config, islands = model.config, fp32_islands(model.config)
+    config = model.config
     # By name: sharding, and giving a model memory, put other objects in the parameters' places.
     partial = frozenset(name for name, parameter in model.named_parameters() if sums_gradient_over_tp(parameter))
     _make_dtensors(model, {"tp": groups.mesh["tp"], "ep": groups.expert_mesh["ep"]})
@@ -83,7 +82,7 @@ def shard_model(model: GPTModel, groups: ProcessGroupCollection) -> ShardedCompu
     for path, module in model.named_modules():
         if isinstance(module, GroupedMLP):
             _shard(module, experts, config.params_dtype)
-        elif any(islands(f"{path}.{name}") for name, _ in module.named_parameters(recurse=False)):
+        elif any(config.computes_in_fp32(f"{path}.{name}") for name, _ in module.named_parameters(recurse=False)):
             _shard(module, rows, torch.float32)
     for layer in model.decoder.layers:
         _shard(layer, rows, config.params_dtype)

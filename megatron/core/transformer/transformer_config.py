@@ -207,6 +207,16 @@ class TransformerConfig:
             return (layer_number - 1) % self.moe_layer_freq == 0
         return bool(self.moe_layer_freq[layer_number - 1])
 
+    def computes_in_fp32(self, name: str) -> bool:
+        """Whether the model's tensor ``name`` is FP32 whatever the model computes in.
+
+        The routers' are, and with ``dsa_indexer_k_norm_fp32`` the indexers' key norms.
+        """
+        suffixes = [".router.weight", ".router.expert_bias"]
+        if self.dsa_indexer_k_norm_fp32:
+            suffixes += [".indexer.k_norm.weight", ".indexer.k_norm.bias"]
+        return name.endswith(tuple(suffixes))
+
     def _check_block(self) -> None:
         for name in (
             "num_layers",

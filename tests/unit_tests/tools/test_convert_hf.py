@@ -9,12 +9,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron.core.models.gpt import build_gpt_model, get_preset
 from megatron.core.models.hf import config_from_folder, from_pretrained
-from megatron.core.models.hf.pretrained import computes_in_fp32
 from megatron.core.models.hf.tensor_folder import SINGLE_NAME
 from megatron.tools.convert_hf import main
-from megatron.training.compute_params import fp32_islands
 from megatron.training.pretrain_gpt import main as pretrain
 from tests.unit_tests.core.models.hf.golden import FIXTURES, NAMES, hf_config, tensors
 from tests.unit_tests.core.models.hf.test_pretrained import assert_same_in_transformers, with_mtp, write_checkpoint
@@ -210,13 +207,3 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     record = root / "softmax" / "iter_0000000" / "config.json"
     record.write_text(record.read_text().replace('"sigmoid"', '"softmax"'))
     return root
-
-
-@pytest.mark.parametrize("k_norm_fp32", [False, True])
-def test_export_and_training_agree_on_what_stays_fp32(k_norm_fp32: bool) -> None:
-    config = get_preset("tiny-glm5")
-    config.dsa_indexer_k_norm_fp32 = k_norm_fp32
-    ours, training = computes_in_fp32(config), fp32_islands(config)
-    parameters = [name for name, _ in build_gpt_model(config, device="meta").named_parameters()]
-    assert [ours(name) for name in parameters] == [training(name) for name in parameters]
-    assert any(map(ours, parameters)) and not all(map(ours, parameters))

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from megatron.training.compute_params import ComputeParams, as_fp32, fp32_islands
+from megatron.training.compute_params import ComputeParams, as_fp32
 from tests.unit_tests.training.models import CONFIG, build
 
 
 def bf16_model(**options: object) -> tuple[torch.nn.Module, ComputeParams]:
     model = as_fp32(build(bf16=True, **options))
-    return model, ComputeParams(model, torch.bfloat16, fp32_islands(model.config))
+    return model, ComputeParams(model, torch.bfloat16, model.config.computes_in_fp32)
 
 
 def loss_of(model: torch.nn.Module, seed: int = 0) -> torch.Tensor:
@@ -89,7 +89,7 @@ def test_the_parameters_come_back_after_an_error() -> None:
 
 def test_fp32_compute_changes_nothing() -> None:
     model = build()
-    compute = ComputeParams(model, torch.float32, fp32_islands(CONFIG))
+    compute = ComputeParams(model, torch.float32, CONFIG.computes_in_fp32)
     with compute.installed():
         loss = loss_of(model)
         loss.backward()

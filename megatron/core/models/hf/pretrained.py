@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -303,16 +303,8 @@ def _listed(names: Iterable[str]) -> str:
     )
 
 
-def computes_in_fp32(config: MLATransformerConfig) -> Callable[[str], bool]:
-    """Which of our tensors, by name, are FP32 whatever the model computes in: the router's, and FP32 key norms."""
-    suffixes = [".router.weight", ".router.expert_bias"]
-    if config.dsa_indexer_k_norm_fp32:
-        suffixes += [".indexer.k_norm.weight", ".indexer.k_norm.bias"]
-    return lambda name: name.endswith(tuple(suffixes))
-
-
 def _entry(slot: Slot, tensors: Mapping[str, torch.Tensor], config: MLATransformerConfig) -> Entry:
-    dtype = torch.float32 if computes_in_fp32(config)(slot.ours) else config.params_dtype
+    dtype = torch.float32 if config.computes_in_fp32(slot.ours) else config.params_dtype
     return Entry(slot.hf, dtype, tuple(slot.part(tensors[slot.ours]).shape))
 
 

@@ -13,12 +13,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.core.models.common.embeddings.rope_utils import yarn_magnitude
+
 _PLAIN = {"rope_type": "rope", "mscale": 1.0, "mscale_all_dim": 0.0}
-
-
-def mscale_factor(factor: float, mscale: float) -> float:
-    """YaRN's ``g``: 1 without extension, else ``0.1 * mscale * ln(factor) + 1``."""
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def read_rope(hf: Mapping[str, Any], max_position_embeddings: int) -> dict[str, Any]:
@@ -70,10 +67,10 @@ def _read_mscale(given: Mapping[str, Any], factor: float) -> tuple[float, float]
             return float(mscale), float(all_dim)
         if not all_dim:
             return 1.0, 0.0
-        table_factor = mscale_factor(factor, 1.0)
+        table_factor = yarn_magnitude(factor, 1.0)
     all_dim = float(all_dim or 0.0)
     if factor > 1:
-        return (table_factor * mscale_factor(factor, all_dim) - 1) / (0.1 * math.log(factor)), all_dim
+        return (table_factor * yarn_magnitude(factor, all_dim) - 1) / (0.1 * math.log(factor)), all_dim
     if table_factor != 1:
         raise ValueError(
             f"YaRN with attention_factor={table_factor} and factor={factor} scales cos and sin without extending the "
@@ -99,6 +96,6 @@ def write_rope(config: Any) -> dict[str, Any]:
         parameters["mscale_all_dim"] = all_dim
     if mscale and all_dim:
         return parameters | {"mscale": mscale}
-    if mscale_factor(factor, mscale) == mscale_factor(factor, 1.0) and not all_dim:
+    if yarn_magnitude(factor, mscale) == yarn_magnitude(factor, 1.0) and not all_dim:
         return parameters
-    return parameters | {"attention_factor": mscale_factor(factor, mscale) / mscale_factor(factor, all_dim)}
+    return parameters | {"attention_factor": yarn_magnitude(factor, mscale) / yarn_magnitude(factor, all_dim)}

@@ -67,8 +67,8 @@ class YarnRotaryEmbedding(RotaryEmbedding):
     """
 
     def __init__(self, config: MLATransformerConfig) -> None:
-        numerator = _magnitude(config.rotary_scaling_factor, config.mscale)
-        denominator = _magnitude(config.rotary_scaling_factor, config.mscale_all_dim)
+        numerator = yarn_magnitude(config.rotary_scaling_factor, config.mscale)
+        denominator = yarn_magnitude(config.rotary_scaling_factor, config.mscale_all_dim)
         super().__init__(config.qk_pos_emb_head_dim, config.rotary_base, numerator / denominator)
         self.scaling_factor = config.rotary_scaling_factor
         self.original_length = config.original_max_position_embeddings
@@ -99,11 +99,16 @@ def build_rotary_embedding(config: MLATransformerConfig) -> RotaryEmbedding:
     raise ValueError(f'rope_type={config.rope_type!r} was given, but "rope" and "yarn" are supported; choose one.')
 
 
+def yarn_magnitude(factor: float, mscale: float) -> float:
+    """YaRN's ``g``: 1 without extension, else ``0.1 * mscale * ln(factor) + 1``."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
 def softmax_scale(config: MLATransformerConfig) -> float:
     """Factor on attention logits: ``(nope + rope) ** -0.5``, times YaRN's ``g(mscale_all_dim) ** 2``."""
     scale = (config.qk_head_dim + config.qk_pos_emb_head_dim) ** -0.5
     if config.rope_type == "yarn":
-        scale *= _magnitude(config.rotary_scaling_factor, config.mscale_all_dim) ** 2
+        scale *= yarn_magnitude(config.rotary_scaling_factor, config.mscale_all_dim) ** 2
     return scale
 
 
@@ -128,7 +133,3 @@ def apply_rotary_pos_emb(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool)
     first, second = pairs.unbind(pair_dim)
     rotated = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=pair_dim)
     return rotated.flatten(-2).to(x.dtype)
-
-
-def _magnitude(scaling_factor: float, mscale: float) -> float:
-    return 0.1 * mscale * math.log(scaling_factor) + 1.0 if scaling_factor > 1 else 1.0

@@ -208,6 +208,14 @@ def test_bf16_model_keeps_its_fp32_islands() -> None:
     assert all(bool(g.isfinite().all()) for g in gradients(model).values())
 
 
+@pytest.mark.parametrize("k_norm_fp32", [False, True])
+def test_the_config_names_what_a_bf16_model_keeps_in_fp32(k_norm_fp32: bool) -> None:
+    model = make_model(bf16=True, dsa_indexer_scoring_precision="bf16", dsa_indexer_k_norm_fp32=k_norm_fp32)
+    named = {name: tensor.dtype == torch.float32 for name, tensor in model.state_dict().items()}
+    assert named == {name: model.config.computes_in_fp32(name) for name in named}
+    assert any("k_norm" in name for name, wide in named.items() if wide) == k_norm_fp32
+
+
 REFUSED = {
     "position_ids": (dict(position_ids=TOKENS), "position_ids was given.*pass None"),
     "attention_mask": (dict(attention_mask=TOKENS > 3), "attention_mask was given.*by packed_seq_params"),
