@@ -85,6 +85,7 @@ class Case:
     tied: bool = False
     no_dsa: bool = False
     length: int = LENGTH
+    unrotated: bool = False
 
     def __str__(self) -> str:
         sizes = f"w{self.world}-tp{self.tp}{'sp' if self.sp else ''}-cp{self.cp}-ep{self.ep}"
@@ -92,6 +93,7 @@ class Case:
         cut += "" if self.length == LENGTH else f"-length{self.length}"
         options = {"pertoken": self.per_token, "recompute": self.recompute, "dense": self.dense, "tied": self.tied}
         options["nodsa"] = self.no_dsa
+        options["unrotated"] = self.unrotated
         return sizes + cut + "".join(f"-{name}" for name, on in options.items() if on)
 
     @property
@@ -111,6 +113,7 @@ def make_engine(case: Case, seed: int = 0, **options: Any) -> Engine:
         recompute_granularity="full" if case.recompute else None,
         untie_embeddings_and_output_weights=not case.tied,
         experimental_attention_variant=None if case.no_dsa else "dsa",
+        qk_pos_emb_head_dim=0 if case.unrotated else CONFIG.qk_pos_emb_head_dim,
         **{"dsa_indexer_use_sparse_loss": not case.dense} | options,
     )
     groups = build_process_groups(ParallelSizes.of(config, case.world), "cpu")

@@ -1,4 +1,4 @@
-"""Training over ranks against one process, with the balance loss, overlapped shared experts and the attention mass.
+"""Training over ranks against one process: the balance loss, overlapped shared experts, the mass, no rotary part.
 
 One spawn of two processes and one of four run all cases; gradients are compared after a whole step, as sharded.
 """
@@ -21,6 +21,8 @@ CASES = [
     Case(2, tp=2, sp=True, packed=True, recompute=True),
     Case(2, cp=2, ep=2, micro=4),
     Case(2, cp=2, packed=True),
+    Case(2, tp=2, sp=True, unrotated=True),
+    Case(2, cp=2, packed=True, unrotated=True),
     Case(4, tp=2, cp=2, ep=2),
     Case(4, tp=2, sp=True, cp=2, packed=True, ep=4, recompute=True),
     Case(4, cp=4, packed=True, per_token=True, micro=8),
