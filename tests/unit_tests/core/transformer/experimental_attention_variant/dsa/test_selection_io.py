@@ -1,19 +1,14 @@
 """Selections saved from one layout and loaded into another: packing, padding, context parallelism, engines' files."""
 
-import json
-import struct
-from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import load_file
 
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import ParallelSizes, build_process_groups
@@ -25,82 +20,27 @@ from megatron.core.transformer.experimental_attention_variant.dsa import (
     load_topk,
     record_topk,
     save_topk,
-    selection_file,
     selection_io,
 )
-from megatron.core.transformer.experimental_attention_variant.dsa.backends.protocol import TopK
 from megatron.core.transformer.experimental_attention_variant.dsa.collectives import group_rank
 from megatron.core.transformer.experimental_attention_variant.dsa.context import ForwardContext
-from megatron.core.transformer.experimental_attention_variant.dsa.selection_file import read_topk
 from tests.ranks import run_on_ranks
 
 from . import test_parallel as parallel
-
-K = 5
-LAYERS = (1, 4)
-LENGTHS = (7, 1, 12, 4)
-
-
-def truth(length: int, layer: int, document: int) -> Tensor:
-    """Position ids ``[length, K]`` that some selector chose: random, ascending, then -1."""
-    generator = torch.Generator().manual_seed(1000 * layer + document)
-    rows = torch.full((length, K), -1, dtype=torch.int64)
-    for p in range(length):
-        chosen = torch.randperm(p + 1, generator=generator)[:K].sort().values
-        rows[p, : chosen.numel()] = chosen
-    return rows
-
-
-def selection(layout: Layout, layer: int, documents: Sequence[int], lengths: Sequence[int] = LENGTHS) -> TopK:
-    """What a layer holds when ``layout`` lays out ``documents``, counted by their keys."""
-    ids = torch.full((layout.num_rows, K), -1, dtype=torch.int32)
-    numbers = dict(zip(sorted({s.key_start for s in layout.segments}), documents, strict=True))
-    for s in layout.segments:
-        rows = truth(lengths[numbers[s.key_start]], layer, numbers[s.key_start])
-        rows = rows[s.causal_offset : s.causal_offset + s.num_rows]
-        ids[s.row_start : s.row_stop] = torch.where(rows < 0, -1, rows + s.key_start).int()
-    return TopK(ids, (ids >= 0).sum(-1, dtype=torch.int32), torch.zeros(ids.shape))
-
-
-def record(
-    layout: Layout, documents: Sequence[int] = (0, 1, 2, 3), lengths: Sequence[int] = LENGTHS
-) -> dict[int, TopK]:
-    return {layer: selection(layout, layer, documents, lengths) for layer in LAYERS}
-
-
-def save_shards(path: Path, parts: Sequence[tuple[dict[int, TopK], Layout]]) -> None:
-    """What the first rank writes of several ranks' (record, layout), without the ranks."""
-    shards = [selection_io._describe(*part) for part in parts]
-    layers = sorted(parts[0][0])
-    gathered = ([record[layer].indices_TK for record, _ in parts] for layer in layers)
-    selection_io._write(path, shards, selection_io._documents(shards), gathered)
-
-
-def offsets(lengths: Sequence[int], multiple: int = 1) -> tuple[int, ...]:
-    return tuple(accumulate((-(-n // multiple) * multiple for n in lengths), initial=0))
-
-
-def assert_same(loaded: dict[int, TopK], expected: dict[int, TopK]) -> None:
-    assert list(loaded) == list(expected)
-    for layer, topk in expected.items():
-        assert loaded[layer].scores_TK is None
-        assert loaded[layer].indices_TK.dtype == loaded[layer].length_T.dtype == torch.int32
-        assert torch.equal(loaded[layer].indices_TK, topk.indices_TK)
-        assert torch.equal(loaded[layer].length_T, topk.length_T)
-
-
-PACKED = Layout.packed(offsets(LENGTHS))
-PADDED = Layout.packed(offsets(LENGTHS), offsets(LENGTHS, 8))
-
-
-def shards(size: int) -> list[Layout]:
-    return [Layout.zigzag(offsets(LENGTHS), size, rank, offsets(LENGTHS, 2 * size)) for rank in range(size)]
-
-
-def present(layout: Layout, size: int) -> list[int]:
-    """Which documents a shard holds rows of."""
-    starts = {s.key_start for s in layout.segments}
-    return [m for m, start in enumerate(offsets(LENGTHS, 2 * size)[:-1]) if start in starts]
+from .selections import (
+    LAYERS,
+    LENGTHS,
+    PACKED,
+    PADDED,
+    K,
+    assert_same,
+    offsets,
+    present,
+    record,
+    save_shards,
+    shards,
+    truth,
+)
 
 
 @pytest.fixture
@@ -159,36 +99,6 @@ def test_another_context_parallel_size(saved: Path, size: int) -> None:
         assert_same(load_topk(saved, shard, documents=own), record(shard, own))
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5])
-def test_rows_are_read_in_blocks(saved: Path, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection_file, "_BLOCK_ROWS", rows)
-    assert_same(load_topk(saved, PADDED), record(PADDED))
-    for shard in shards(2):
-        own = present(shard, 2)
-        assert_same(load_topk(saved, shard, documents=own), record(shard, own))
-    blocks = list(read_topk(saved).blocks(4, 2, 3, 11))
-    assert [first for first, _ in blocks] == list(range(3, 11, rows))
-    assert torch.equal(torch.cat([ids for _, ids in blocks]), truth(12, 4, 2)[3:11].int())
-
-
-def test_only_the_rows_at_hand_are_read(tmp_path: Path) -> None:
-    path, whole = tmp_path / "keys", Layout.causal(1, 6)
-    ids = truth(6, 1, 0).int()
-    ids[3] = 99
-    save_file({"layer.1.document.0": ids}, path)
-    for start, stop in ((0, 3), (4, 6)):
-        loaded = load_topk(path, whole.slice_rows(start, stop))[1]
-        assert torch.equal(loaded.indices_TK, ids[start:stop])
-    with pytest.raises(ValueError, match="token 3 of layer 1, document 0 selects no key"):
-        load_topk(path, whole.slice_rows(3, 4))
-
-
-def test_rows_in_order_are_not_sorted_again(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = record(PACKED)
-    monkeypatch.setattr(Tensor, "sort", None)
-    assert_same(load_topk(saved, PACKED), expected)
-
-
 def test_a_shard_that_lacks_a_document_has_to_name_its_own(saved: Path) -> None:
     shard = shards(2)[1]
     assert present(shard, 2) == [0, 2, 3]
@@ -234,21 +144,6 @@ def test_a_document_may_be_cut_at_its_end(saved: Path) -> None:
     layout = Layout.packed((0, 5))
     cut = load_topk(saved, layout, documents=[2])
     assert torch.equal(cut[4].indices_TK, truth(12, 4, 2)[:5].int())
-
-
-def test_an_engines_file_may_be_unsorted_wide_and_int64(tmp_path: Path) -> None:
-    path = tmp_path / "engine"
-    shuffled = {
-        f"layer.{layer}.document.{m}": truth(n, layer, m).flip(-1) for layer in LAYERS for m, n in enumerate(LENGTHS)
-    }
-    save_file(shuffled, path)
-    assert_same(load_topk(path, PACKED), record(PACKED))
-
-
-def test_the_width_survives_documents_shorter_than_it(tmp_path: Path) -> None:
-    layout, path = Layout.packed((0, 2)), tmp_path / "short"
-    save_topk(path, record(layout, [0], [2]), layout)
-    assert read_topk(path).topk == K and load_topk(path, layout)[1].indices_TK.shape == (2, K)
 
 
 def test_replaying_a_loaded_selection_attends_to_those_keys(tmp_path: Path) -> None:
@@ -313,95 +208,6 @@ def test_loading_refuses_other_documents(saved: Path) -> None:
         load_topk(saved, Layout.packed((0, 8)), documents=[0])
     with pytest.raises(ValueError, match="has no document 4: it holds documents 0 to 3"):
         load_topk(saved, Layout.packed((0, 7)), documents=[4])
-
-
-BAD_ROWS = {
-    "a future key": [[0, -1], [2, -1], [0, 1]],
-    "a key twice": [[0, -1], [1, 1], [0, 1]],
-    "a negative position": [[0, -1], [-2, 0], [0, 1]],
-    "no key": [[0, -1], [-1, -1], [0, 1]],
-    "a position past the document": [[0, -1], [9, -1], [0, 1]],
-    "the document's end": [[0, -1], [0, 3], [0, 1]],
-    "the largest number": [[0, -1], [0, 2**31 - 1], [0, 1]],
-    "more than 32 bits": [[0, -1], [2**32, -1], [0, 1]],
-}
-
-
-@pytest.mark.parametrize("name", BAD_ROWS)
-def test_an_impossible_selection_is_named(tmp_path: Path, name: str) -> None:
-    path = tmp_path / "keys"
-    for dtype in (torch.int64, torch.int32)[: 1 if "32 bits" in name else 2]:
-        save_file({"layer.2.document.0": torch.tensor(BAD_ROWS[name], dtype=dtype)}, path)
-        with pytest.raises(ValueError, match="token 1 of layer 2, document 0 selects no key"):
-            load_topk(path, Layout.packed((0, 3)))
-
-
-def test_a_damaged_or_foreign_file_is_named(saved: Path, tmp_path: Path) -> None:
-    whole, path = saved.read_bytes(), tmp_path / "bad"
-    path.write_bytes(whole[:-1])
-    with pytest.raises(ValueError, match=f"has {len(whole) - 1} bytes, but its header names {len(whole)}"):
-        read_topk(path)
-    for content in (b"", b"1234567", whole[:100], b"\xff" * 64, b"\x02" + b"\0" * 7 + b"[]"):
-        path.write_bytes(content)
-        with pytest.raises(ValueError, match="is no safetensors file"):
-            read_topk(path)
-    foreign = [
-        ({"weight": torch.zeros(2, 2)}, "holds 'weight' of type F32"),
-        ({"layer.1.document.0": torch.zeros(2, 2)}, "holds 'layer.1.document.0' of type F32"),
-        ({"layer.1.document.0": torch.zeros(2, dtype=torch.int32)}, r"shape \[2\]"),
-        ({"layer.1.document.0": torch.zeros(2, 0, dtype=torch.int32)}, r"shape \[2, 0\].*none of them empty"),
-        ({"layer.1.document.1": torch.zeros(2, 1, dtype=torch.int32)}, "the same documents, counted from 0"),
-        (
-            {"layer.1.document.0": torch.zeros(2, 1, dtype=torch.int32),
-             "layer.2.document.0": torch.zeros(3, 1, dtype=torch.int32)},
-            "equally long",
-        ),
-        (
-            {"layer.1.document.0": torch.zeros(2, 1, dtype=torch.int32),
-             "layer.2.document.1": torch.zeros(2, 1, dtype=torch.int32)},
-            "the same documents",
-        ),
-    ]  # fmt: skip
-    for tensors, message in foreign:
-        save_file(tensors, path)
-        with pytest.raises(ValueError, match=message):
-            read_topk(path)
-    with pytest.raises(FileNotFoundError):
-        load_topk(tmp_path / "gone", PACKED)
-
-
-GOOD_ENTRY: dict[str, Any] = {"dtype": "I32", "shape": [1, 1], "data_offsets": [0, 4]}
-BAD_HEADERS: dict[str, tuple[Any, str]] = {
-    "metadata that is no object": ({"__metadata__": "x"}, "is no safetensors file"),
-    "a width that is no number": ({"__metadata__": {"topk": "all"}}, "is no safetensors file"),
-    "a negative offset": ({"data_offsets": [-4, 0]}, "is no safetensors file"),
-    "an offset that is no number": ({"data_offsets": [0, "4"]}, "is no safetensors file"),
-    "three offsets": ({"data_offsets": [0, 2, 4]}, "is no safetensors file"),
-    "a type that is no name": ({"dtype": ["I32"]}, r"of type \['I32'\]"),
-    "a shape that is no list": ({"shape": 1}, "and shape 1, but"),
-    "a negative shape": ({"shape": [-1, -1]}, r"and shape \[-1, -1\], but"),
-    "a shape of words": ({"shape": ["a", 1]}, r"and shape \['a', 1\], but"),
-    "a shape of other bytes": ({"shape": [1, 2]}, "has 4 bytes for a shape of 8"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_HEADERS)
-def test_a_header_that_means_nothing_is_named(tmp_path: Path, name: str) -> None:
-    change, message = BAD_HEADERS[name]
-    metadata = {key: value for key, value in change.items() if key == "__metadata__"}
-    entry = GOOD_ENTRY | {key: value for key, value in change.items() if key != "__metadata__"}
-    text = json.dumps(metadata | {"layer.1.document.0": entry}).encode()
-    path = tmp_path / "bad"
-    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(4))
-    with pytest.raises(ValueError, match=message):
-        read_topk(path)
-
-
-def test_a_header_too_deep_to_read_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "bad"
-    path.write_bytes(struct.pack("<Q", 10**6) + b"[" * 10**6)
-    with pytest.raises(ValueError, match="is no safetensors file"):
-        read_topk(path)
 
 
 # ---- ranks ----
