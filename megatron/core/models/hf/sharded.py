@@ -17,7 +17,12 @@ from megatron.core.tensor_parallel.shards import local_part, own_region
 
 @torch.no_grad()
 def copy_into(slot: Slot, ours: Tensor, read: Callable[[], Tensor]) -> None:
-    """Copy what ``read`` gives, the slot's whole tensor, into own part of ``ours``; rows behind it become zero."""
+    """Copy what ``read`` gives, the slot's whole tensor, into own part of ``ours``; rows behind it become zero.
+
+    Raises:
+        ValueError: a value that is not finite in our type. In a frozen indexer nothing would show it: keys are selected
+            by position then, and every loss is finite.
+    """
     own, region = local_part(ours), own_region(ours)[1]
     for place in slot.index:
         here, region = region[0], region[1:]
@@ -32,3 +37,8 @@ def copy_into(slot: Slot, ours: Tensor, read: Callable[[], Tensor]) -> None:
         own, region = own[:kept], (slice(region[0].start, region[0].start + kept), *region[1:])
     if own.numel():
         own.copy_(read()[region])
+        if not own.sum(dtype=torch.float64).isfinite():  # of finite values it always is; makes no copy
+            raise ValueError(
+                f"{slot.hf} holds values that are not finite in {own.dtype}: load another copy of the weights, or a "
+                "wider dtype."
+            )

@@ -20,7 +20,7 @@ from .backends.protocol import Attended, AttentionInputs, Backend, IndexerInputs
 from .config import DSAConfig
 from .context import ForwardContext, refuse_masks, to_token_major
 from .context_parallel import RowShards
-from .index_share import remember, remembered
+from .index_share import TopKRecord, remember, remembered
 from .loss import attach_loss
 
 
@@ -61,7 +61,7 @@ class DSAttention(nn.Module):
             self.indexer = build_module(submodules.indexer, config=config, pg_collection=pg_collection)
             self.indexer.requires_grad_(dsa.loss_enabled)
             self.shards.mark_partial_gradients(self.indexer)
-        self.recorder: dict[int, TopK] | None = None
+        self.recorder: TopKRecord | None = None
         self.replayed: Mapping[int, TopK] | None = None
 
     # fmt: off

@@ -77,7 +77,7 @@ class _Selecting(Protocol):
     source_layer: int
     shards: RowShards
     indexer: nn.Module | None
-    recorder: dict[int, TopK] | None
+    recorder: TopKRecord | None
     replayed: Mapping[int, TopK] | None
 
 

@@ -217,6 +217,19 @@ def test_nothing_is_loaded_from_a_checkpoint_that_does_not_fit(tmp_path: Path) -
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.parametrize(("value", "dtype"), [(torch.nan, torch.float32), (1e300, torch.float64)], ids=["nan", "large"])
+def test_weights_that_are_not_finite_are_refused(value: float, dtype: torch.dtype, tmp_path: Path) -> None:
+    """A frozen indexer would select by position, and no loss would show it."""
+    name, weights = "model.layers.0.self_attn.indexer.wk.weight", dict(tensors("a_glm_plain", "model"))
+    weights[name] = weights[name].to(dtype).clone()
+    weights[name][0, 0] = value
+    folder = write_checkpoint(tmp_path / "in", hf_config("a_glm_plain"), weights)
+    with pytest.raises(
+        ValueError, match=f"^{name} holds values that are not finite in torch.float32: load another copy"
+    ):
+        from_pretrained(folder)
+
+
 def test_irregular_schedule_by_override(tmp_path: Path) -> None:
     name, schedule = "b_glm_indexshare", [1, 1, 0, 0, 1, 1]
     weights = dict(tensors(name, "model"))
