@@ -26,10 +26,18 @@ from megatron.core.models.gpt.gpt_builder import build_gpt_model
 from megatron.core.models.hf import config_to_hf, from_pretrained, materialize, read_config, save_pretrained
 from megatron.core.models.hf.folder_writer import require_free
 from megatron.core.transformer.transformer_config import MLATransformerConfig
-from megatron.training.checkpointing import LATEST, Progress, find_checkpoint, load_checkpoint, save_checkpoint
+from megatron.training.checkpointing import (
+    LATEST,
+    Progress,
+    find_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+    saved_steps,
+)
 from megatron.training.compute_params import as_fp32
 from megatron.training.config import CheckpointConfig
 from megatron.training.path_arguments import OneLineParser, path_text, require_writable
+from megatron.training.run_lock import held
 
 PROGRAM = "convert_hf"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -99,10 +107,18 @@ def import_checkpoint(folder: Path, save: Path, skip_mtp: bool = False, schedule
 
     Raises:
         ValueError: ``save`` holds a checkpoint already or cannot be written to, or the folder cannot be read.
+        BlockingIOError: a run uses ``save``.
     """
-    if (save / LATEST).exists():
-        raise ValueError(f"--save {save} holds a checkpoint already: give another directory.")
     require_writable("--save", save)
+    with held({"--save": save}) as notices:
+        for notice in notices:
+            print(f"{PROGRAM}: {notice}", file=sys.stderr)
+        if (save / LATEST).exists() or saved_steps(save):
+            raise ValueError(f"--save {save} holds a checkpoint already: give another directory.")
+        return _import_into(save, folder, skip_mtp, schedule)
+
+
+def _import_into(save: Path, folder: Path, skip_mtp: bool, schedule: list[int] | None) -> Path:
     hf = read_config(folder)
     overrides: dict[str, Any] = {"dsa_indexer_scoring_precision": "bf16"}
     if schedule is not None:

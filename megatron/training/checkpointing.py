@@ -201,13 +201,18 @@ def find_checkpoint(config: CheckpointConfig) -> Checkpoint | None:
     if not path.exists():
         path = path.with_name(path.name + _REPLACED)
     if not (path / ".metadata").exists():
-        saved = sorted(int(p.name[5:]) for p in root.glob("iter_*") if p.name[5:].isdigit())
-        raise ValueError(f"{root} holds no checkpoint of step {step}: the steps saved there are {saved or 'none'}.")
+        saved = saved_steps(root) or "none"
+        raise ValueError(f"{root} holds no checkpoint of step {step}: the steps saved there are {saved}.")
     try:
         run = json.loads((path / "run.json").read_text(encoding="utf-8"))
         return Checkpoint(path, Progress(int(run["step"]), int(run["consumed_samples"])))
     except (OSError, KeyError, ValueError) as error:
         raise ValueError(f"{path / 'run.json'} cannot be read ({error}): resume from another step.") from None
+
+
+def saved_steps(root: Path) -> list[int]:
+    """The steps whose directories are in ``root``."""
+    return sorted(int(path.name[5:]) for path in root.glob("iter_*") if path.name[5:].isdigit())
 
 
 def _require_no_other_checkpoint(root: Path) -> None:

@@ -7,11 +7,13 @@ one that fails ends at once, and torchrun ends the others.
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import torch
 
@@ -19,7 +21,8 @@ from megatron.training.arguments import PROGRAM, PretrainConfig, parse_args
 from megatron.training.config import DistributedConfig
 from megatron.training.path_arguments import require_writable
 from megatron.training.prepare import prepare
-from megatron.training.ranks import leave, rank, report_crash, wait_for_the_first, world_size
+from megatron.training.ranks import leave, on_first_rank, rank, report_crash, wait_for_the_first, world_size
+from megatron.training.run_lock import held
 from megatron.training.trainer import Trainer
 from megatron.training.validate import complete, device_of
 
@@ -52,7 +55,17 @@ def start(config: PretrainConfig, stack: ExitStack) -> Trainer:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     stack.enter_context(process_group(config.distributed, device))
+    config = _hold_places(config, stack)
     return Trainer(prepare(config, tokenizer, device))
+
+
+def _hold_places(config: PretrainConfig, stack: ExitStack) -> PretrainConfig:
+    """Keep other runs out of what this one writes; an evaluation alone touches nothing of the training's."""
+    places = {"--save": config.checkpoint.save, "--log-dir": config.logging.log_dir}
+    folders = {flag: Path(place) for flag, place in places.items() if place and not config.training.skip_train}
+    notices: list[str] = []
+    on_first_rank(lambda: notices.extend(stack.enter_context(held(folders))))
+    return dataclasses.replace(config, notices=(*config.notices, *notices))
 
 
 def _require_places(config: PretrainConfig) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from megatron.training.data.indexed import IndexedDatasetBuilder
 from megatron.training.pretrain_gpt import main
+from megatron.training.run_lock import LOCK_FILE, held
 from tests.functional_tests.runs import INDEXER_LOSS, MODEL, TINY, TRAINING, spawn, train
 
 Prepare = Callable[[Path, Path], None]
@@ -203,3 +204,26 @@ def test_help_groups_flags_and_shows_docstrings_and_defaults(capsys: pytest.Capt
         "--lr-decay-style {constant,linear,cosine} Shape of the schedule after warm-up. (default: linear)",
     ):
         assert piece in text
+
+
+def contents(folder: Path) -> dict[Path, tuple[int, int]]:
+    """Every file with its size and time, but for the lock that the test itself holds."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != LOCK_FILE)
+    return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
+
+
+@pytest.mark.parametrize("flag", ["--save", "--log-dir"])
+def test_a_directory_that_another_run_uses_is_left_alone(
+    tmp_path: Path, trained: Path, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(trained, tmp_path / "run")
+    before = contents(tmp_path)
+    capsys.readouterr()
+    with held({"--save": tmp_path / "run"}):
+        assert train(*RUN, "--load", tmp_path / "run", flag, tmp_path / "run") == 2
+        output = capsys.readouterr().err
+        assert output.startswith(f"pretrain_gpt: {flag} {tmp_path / 'run'} is in use by another run (process ")
+        assert output.count("\n") == 1 and contents(tmp_path) == before
+        assert train(*RUN, "--load", tmp_path / "run", "--skip-train") == 0
+    assert train("--train-iters", "3", "--load", tmp_path / "run", "--save", tmp_path / "run") == 0
+    assert not list(tmp_path.rglob(LOCK_FILE))

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from megatron.core.models.hf import config_from_folder, from_pretrained
 from megatron.core.models.hf.tensor_folder import SINGLE_NAME
 from megatron.tools.convert_hf import main
 from megatron.training.pretrain_gpt import main as pretrain
+from megatron.training.run_lock import held
 from tests.unit_tests.core.models.hf.golden import FIXTURES, NAMES, hf_config, tensors
 from tests.unit_tests.core.models.hf.test_pretrained import assert_same_in_transformers, with_mtp, write_checkpoint
 
@@ -164,6 +166,8 @@ def test_mtp_and_irregular_schedules_need_their_flags(tmp_path: Path, capsys: py
         (("export", "--load", "damaged", "--hf", "new", "--tokenizer-from", "nowhere"), "nowhere/config.json does not"),
         (("export", "--load", "softmax", "--hf", "new"), "moe_router_score_function='softmax' cannot be exported"),
         (("import", "--hf", "golden", "--save", "checkpoint"), "holds a checkpoint already"),
+        (("import", "--hf", "golden", "--save", "no_latest"), "holds a checkpoint already"),
+        (("import", "--hf", "golden", "--save", "in_use"), "--save in_use is in use by another run (process "),
         (("import", "--hf", "golden", "--save", "golden/config.json"), "is a file"),
         (("import", "--hf", "golden", "--save", ""), "argument --save: an empty path names nothing: give a path."),
         (("import", "--hf", "", "--save", "new"), "argument --hf: an empty path"),
@@ -195,7 +199,7 @@ def test_errors_are_one_sentence_and_leave_nothing(
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     root = tmp_path_factory.mktemp("checkpoints")
     (root / "golden").symlink_to(FIXTURES / "a_glm_plain")
     for name in ("checkpoint", "nameless", "mistyped", "damaged", "softmax"):
@@ -206,4 +210,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     mistyped.write_text(mistyped.read_text().replace('"hidden_size": ', '"hidden_size": [0], "unused": '))
     record = root / "softmax" / "iter_0000000" / "config.json"
     record.write_text(record.read_text().replace('"sigmoid"', '"softmax"'))
-    return root
+    (root / "no_latest" / "iter_0000003").mkdir(parents=True)
+    with held({"--save": root / "in_use"}):
+        yield root
