@@ -14,6 +14,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
@@ -84,32 +85,47 @@ class MetricsWriter:
     def write(self, record: Record) -> None:
         """Take one step's record; ``record["step"]`` is its number."""
         if self._file is not None:
-            self._file.write(as_json(record) + "\n")
-            self._file.flush()
+            with _naming(self._file.name):
+                self._file.write(as_json(record) + "\n")
+                self._file.flush()
         if record["step"] % self._interval:
             return
         figures = dict(scalars(record))
         if self._tensorboard is not None:
-            for name, value in figures.items():
-                self._tensorboard.add_scalar(name, value, record["step"])
+            with _naming(self._tensorboard.log_dir):
+                for name, value in figures.items():
+                    self._tensorboard.add_scalar(name, value, record["step"])
         if self._wandb is not None:
             self._wandb.log(figures, step=record["step"])
 
     def sync(self) -> None:
         """Bring what was written to the disk; called before a checkpoint counts."""
         if self._file is not None:
-            os.fsync(self._file.fileno())
+            with _naming(self._file.name):
+                os.fsync(self._file.fileno())
         if self._tensorboard is not None:
-            self._tensorboard.flush()
+            with _naming(self._tensorboard.log_dir):
+                self._tensorboard.flush()
 
     def close(self) -> None:
-        """Finish all files."""
+        """Finish all files; what a full disk did not take has been said when it was written."""
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):
+                self._file.close()
         if self._tensorboard is not None:
-            self._tensorboard.close()
+            with suppress(OSError):
+                self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
+
+
+@contextmanager
+def _naming(place: str) -> Iterator[None]:
+    """Let an error say where it happened, which that of a write does not."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"{error.strerror or error}: {place}") from error
 
 
 def _take_out_steps(path: Path, first_step: int) -> list[str]:

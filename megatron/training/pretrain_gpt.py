@@ -1,8 +1,8 @@
 """Train a GPT: ``python -m megatron.training.pretrain_gpt --help``, or the same under torchrun.
 
-Exit codes: 0 done, or stopped as asked; 1 stopped by a loss that is not finite; 2 a command line, data file or
-checkpoint that cannot be used, said in one sentence before anything is created. Of several processes under torchrun,
-one that fails ends at once, and torchrun ends the others.
+Exit codes: 0 done, or stopped as asked; 1 stopped by what came up on the way (a loss that is not finite, data that
+cannot be read, a full disk); 2 a command line, data file or checkpoint that cannot be used, said in one sentence before
+anything is created. Of several processes under torchrun, one that fails ends at once, and torchrun ends the others.
 """
 
 from __future__ import annotations

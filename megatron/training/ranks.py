@@ -71,6 +71,15 @@ def largest(code: int, groups: ProcessGroupCollection, device: torch.device) -> 
     return int(message)
 
 
+def first_said(sentence: str | None) -> str:
+    """What the first rank that has something to say says, under its number if it is one of several; all call this."""
+    if world_size() == 1:
+        return sentence or ""
+    said: list[str | None] = [None] * world_size()
+    dist.all_gather_object(said, sentence)
+    return next((f"rank {number}: {text}" for number, text in enumerate(said) if text), "")
+
+
 def require_equal_replicas(tensors: Mapping[str, Tensor], groups: ProcessGroupCollection) -> None:
     """Refuse state that is meant to be the same on several ranks and is not; every bit counts.
 

@@ -1,4 +1,7 @@
-"""SIGTERM and Ctrl-C ask the run to save and stop after the step it is in; a second Ctrl-C stops it at once."""
+"""SIGTERM and Ctrl-C ask the run to save and stop after the step, or the batch of an evaluation, that it is in.
+
+A second Ctrl-C stops it at once.
+"""
 
 from __future__ import annotations
 

@@ -44,18 +44,7 @@ from megatron.training.sharding import ShardedCompute
 
 
 class RunStopped(RuntimeError):
-    """The run cannot go on; the message is a sentence without its end.
-
-    ``local`` says that one rank of several found it, so that the others do not know.
-    """
-
-    local = False
-
-
-class RankStopped(RunStopped):
-    """A ``RunStopped`` that one rank alone knows of."""
-
-    local = True
+    """The run cannot go on, which all ranks know; the message is a sentence without its end."""
 
 
 class NonFiniteError(RunStopped):

@@ -5,8 +5,10 @@ evaluates, saves and reports. The order after each step is: evaluate, log, save,
 step are on disk before its checkpoint counts.
 
 Of several processes each runs the same steps on its own rows. The first one writes figures and reports; what decides
-about the run (figures, a signal, the clock) is settled among all before anyone acts on it. So several processes wait
-for their devices twice a step: for the figures, and for the signal and the clock when the step is done.
+about the run (figures, a signal, the clock, a disk) is settled among all before anyone acts on it. So several processes
+wait for their devices twice a step: for the figures, and for all other reasons to stop once the next step's samples are
+read. So what one rank cannot read or write costs no finished step. An evaluation looks before each global batch, and
+one that is left gives no figure.
 
 Every evaluation sees the same first samples of its set, whatever was consumed before, so its figures are comparable
 and a resume does not move them. Evaluation draws no random numbers.
@@ -15,12 +17,12 @@ and a resume does not move them. Evaluation draws no random numbers.
 from __future__ import annotations
 
 import dataclasses
-import sys
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.core.tensor_parallel.mappings import group_rank, group_size
 from megatron.training.attention_mass import MassProbe
@@ -33,20 +35,32 @@ from megatron.training.data.sampler import batches
 from megatron.training.flops import peak_flops, training_flops
 from megatron.training.metrics import METRICS_FILE, MetricsWriter, read_metrics
 from megatron.training.prepare import Prepared, config_record
-from megatron.training.ranks import largest, rank, world_size
+from megatron.training.ranks import first_said, largest, on_first_rank, rank, wait_for_the_first, world_size
 from megatron.training.report import CURVE_FILE, EVALUATION_FILE, SUMMARY_FILE, describe, plot_curves, write_summary
 from megatron.training.retention import delete_older
 from megatron.training.scheduler import learning_rate
 from megatron.training.signals import StopRequest, stop_requests
 from megatron.training.step import (
     NonFiniteError,
-    RankStopped,
     RunStopped,
     StepResult,
     evaluate,
     train_step,
     workload,
 )
+
+_FAILURE = "what a rank cannot read or write"
+
+
+class _EvaluationLeft(Exception):
+    """All ranks left an evaluation, because of the reason that is the argument."""
+
+
+class _Fetched(NamedTuple):
+    """This rank's micro-batches of one step, and the seconds that reading them took."""
+
+    micro_batches: list[Batch]
+    seconds: float
 
 
 class Trainer:
@@ -65,6 +79,8 @@ class Trainer:
         self.topk = config.model.dsa_indexer_topk if config.model.experimental_attention_variant else None
         self.peak = peak_flops(self.engine.device)
         self.saved_step = -1
+        self.request = StopRequest()
+        self.failure: str | None = None  # a sentence without its end, of this rank alone
         self.record = config_record(config)
         self.speaks = rank() == 0
         # An evaluation alone logs no steps, and leaves those of the run that it evaluates as they are.
@@ -79,17 +95,15 @@ class Trainer:
     def run(self) -> int:
         """Train, evaluate and report; returns the exit code."""
         try:
-            with stop_requests() as request:
-                finished = self.config.training.skip_train or self._train(request)
-            if finished:
-                self._finish()
+            with stop_requests() as self.request:
+                finished = self.config.training.skip_train or self._train()
+                if finished:
+                    self._finish()
             return 0
         except RunStopped as error:
-            sentence = f"{error}: training stops; {self._advice()}."
-            if error.local and world_size() > 1:
-                print(f"rank {rank()}: {sentence}", file=sys.stderr, flush=True)
-            else:
-                self.console.say(sentence)
+            if not self.speaks:
+                wait_for_the_first()
+            self.console.say(f"{error}: training stops; {self._advice()}.")
             return 1
         finally:
             self.console.close()
@@ -103,70 +117,95 @@ class Trainer:
 
     # ---- steps ----
 
-    def _train(self, request: StopRequest) -> bool:
+    def _train(self) -> bool:
         """Step until the run is done (True) or has to stop early (False)."""
         stream = self._batches(self.datasets[0], self.progress.consumed_samples)
-        started = time.monotonic()
+        started, before = time.monotonic(), self.progress.step
         while self.progress.step < self.train_iters:
-            record = self._step(stream)
+            fetched = self._read(stream, f"step {self.progress.step + 1}")
+            trained = self.progress.step > before
+            reason = self._agreed((self._planned(started) if trained else {}) | self._urgent())
+            if reason is not None:
+                self._stop(reason, trained)
+                return False
+            record = self._step(fetched)
             if self._due(self.config.validation.eval_interval):
-                record |= self._evaluate("valid")
-            self.metrics.write(record)
-            self.console.step(record)
+                with suppress(_EvaluationLeft):
+                    record |= self._evaluate("valid")
+            self._log(record)
             if self._due(self.config.checkpoint.save_interval):
                 self._save()
-            reason = self._stop_reason(request, started)
-            if reason is not None and self.progress.step < self.train_iters:
-                self._save()
-                saved = (
-                    f"saved {self.last_good.path}" if self.last_good and self.config.checkpoint.save else "not saved"
-                )
-                self.console.say(f"Stopped after step {self.progress.step} because of {reason} ({saved}).")
-                return False
         return True
+
+    def _stop(self, reason: str, trained: bool) -> None:
+        if trained:
+            self._save()
+        if reason == _FAILURE:
+            raise RunStopped(first_said(self.failure))
+        saved = f"saved {self.last_good.path}" if self.last_good and self.config.checkpoint.save else "not saved"
+        self.console.say(f"Stopped after step {self.progress.step} because of {reason} ({saved}).")
+
+    def _log(self, record: dict[str, Any]) -> None:
+        try:
+            self.metrics.write(record)
+        except OSError as error:
+            self._fail(f"The figures of step {self.progress.step} cannot be written", error)
+        self.console.step(record)
+
+    def _fail(self, what: str, error: Exception) -> None:
+        """Remember the first thing that this rank cannot do, and let the run stop where all of them look."""
+        lines = str(error).strip().splitlines() or [type(error).__name__]  # a reader's process sends its trace along
+        self.failure = self.failure or f"{what} ({lines[-1].strip().rstrip('.')})"
 
     def _due(self, interval: int | None) -> bool:
         return interval is not None and self.progress.step % interval == 0
 
-    def _stop_reason(self, request: StopRequest, started: float) -> str | None:
+    def _urgent(self) -> dict[str, bool]:
+        """Reasons to stop that do not wait for the end of an evaluation, and whether they hold on this rank."""
+        received = self.request.received
+        return {"SIGINT": received == "SIGINT", "SIGTERM": received == "SIGTERM", _FAILURE: self.failure is not None}
+
+    def _planned(self, started: float) -> dict[str, bool]:
         training = self.config.training
         minutes = training.exit_duration_in_mins
-        reasons = {
+        return {
             f"--exit-duration-in-mins {minutes or 0:g}": minutes is not None
             and time.monotonic() - started > 60 * minutes,
             f"--exit-interval {training.exit_interval}": self._due(training.exit_interval),
-            "SIGINT": request.received == "SIGINT",
-            "SIGTERM": request.received == "SIGTERM",
         }
-        # The last reason that holds, of any rank: all stop after the same step.
+
+    def _agreed(self, reasons: Mapping[str, bool]) -> str | None:
+        """The last reason that holds, of any rank: all stop after the same step."""
         number = max((place for place, holds in enumerate(reasons.values(), 1) if holds), default=0)
         number = largest(number, self.engine.groups, self.engine.device)
         return list(reasons)[number - 1] if number else None
 
-    def _step(self, stream: Iterator[Batch]) -> dict[str, Any]:
-        start = time.perf_counter()
-        micro_batches = self._read(stream)
+    def _step(self, fetched: _Fetched) -> dict[str, Any]:
+        start = time.perf_counter() - fetched.seconds
         interval = self.config.logging.dsa_log_mass_interval
         step = self.progress.step + 1
         measured = self.topk is not None and interval > 0 and (step % interval == 0 or step in (1, self.train_iters))
         probe = MassProbe(self.config.logging.dsa_log_mass_rows) if measured else None
         rate = learning_rate(self.config.optimizer, self.progress.step, self.train_iters)
         try:
-            result = train_step(self.engine, micro_batches, rate, probe)
+            result = train_step(self.engine, fetched.micro_batches, rate, probe)
         except NonFiniteError as error:
             raise NonFiniteError(f"{error} at step {step}") from None
         self.progress.step = step
         self.progress.consumed_samples += self.batch_size
         # Documents are cut alike on all data-parallel ranks in the mean; this rank's work stands for each of them.
-        work = workload(micro_batches, self.topk)
+        work = workload(fetched.micro_batches, self.topk)
         flops = training_flops(self.config.model, work) * self.dp_size / world_size()
         return self._figures(result, rate, time.perf_counter() - start, work.tokens * self.dp_size, flops)
 
-    def _read(self, stream: Iterator[Batch]) -> list[Batch]:
+    def _read(self, stream: Iterator[Batch], what: str) -> _Fetched:
+        """This rank's share of the next global batch; nothing where the data end or cannot be read."""
+        start, micro_batches = time.perf_counter(), []
         try:
-            return list(islice(stream, self.batch_size // (self.micro_batch_size * self.dp_size)))
-        except (OSError, ValueError) as error:
-            raise RankStopped(f"The data of step {self.progress.step + 1} cannot be read ({error})") from error
+            micro_batches = list(islice(stream, self.batch_size // (self.micro_batch_size * self.dp_size)))
+        except (OSError, ValueError, RuntimeError) as error:
+            self._fail(f"The data of {what} cannot be read", error)
+        return _Fetched(micro_batches, time.perf_counter() - start)
 
     def _figures(self, result: StepResult, rate: float, seconds: float, tokens: int, flops: float) -> dict[str, Any]:
         losses, masses = result.indexer_losses, result.attention_mass
@@ -199,14 +238,26 @@ class Trainer:
         if dataset is None:
             return {}
         probe = MassProbe(self.config.logging.dsa_log_mass_rows) if self.topk is not None else None
-        loss, masses = evaluate(self.engine, self._batches(dataset, 0), probe)
+        loss, masses = evaluate(self.engine, self._until_stopped(self._batches(dataset, 0)), probe)
         return {f"{split}_lm_loss": loss, f"{split}_dsa_attention_mass": _mean(masses)}
+
+    def _until_stopped(self, stream: Iterator[Batch]) -> Iterator[Batch]:
+        while True:
+            micro_batches = self._read(stream, "the evaluation").micro_batches
+            if reason := self._agreed(self._urgent()):
+                raise _EvaluationLeft(reason)
+            if not micro_batches:
+                return
+            yield from micro_batches
 
     def _save(self) -> None:
         options = self.config.checkpoint
         if options.save is None or self.saved_step == self.progress.step:
             return
-        self.metrics.sync()
+        try:
+            self.metrics.sync()
+        except OSError as error:
+            self._fail(f"The figures up to step {self.progress.step} cannot be written", error)
         progress, engine = dataclasses.replace(self.progress), self.engine
         try:
             what = progress, engine.model, engine.optimizer, options, self.record, engine.groups
@@ -222,13 +273,18 @@ class Trainer:
         if not self.config.training.skip_train:
             self._save()
         split = "test" if self.datasets[2] is not None else "valid"
-        held_out = {key.removeprefix(f"{split}_"): value for key, value in self._evaluate(split).items()}
+        try:
+            held_out = {key.removeprefix(f"{split}_"): value for key, value in self._evaluate(split).items()}
+        except _EvaluationLeft as error:
+            self._stop(str(error), trained=False)
+            return
         held_out["split"] = "test" if split == "test" else "validation"
         self.console.close()
-        if self.speaks and self.config.training.skip_train:
-            self._report_evaluation(held_out)
-        elif self.speaks:
-            self._report(held_out)
+        report = self._report_evaluation if self.config.training.skip_train else self._report
+        try:
+            on_first_rank(lambda: report(held_out))
+        except OSError as error:
+            raise RunStopped(f"The report of the run cannot be written ({error})") from error
 
     def _report_evaluation(self, held_out: dict[str, Any]) -> None:
         """Of a run that trained nothing; what the training run left in the same directory stays."""

@@ -30,17 +30,21 @@ def _break(how: str, step: int) -> None:
 
     def train_step(*arguments: Any) -> Any:
         calls[0] += 1
-        if calls[0] == step and os.environ["RANK"] == "1" and how != "cannot-read":
+        if calls[0] == step and os.environ["RANK"] == "1" and how in ("dies", "raises", "asked"):
             _fail(how)
         return original(*arguments)
 
     trainer.train_step = train_step
-    stream_of = trainer.batches
+    stream_of, streams = trainer.batches, []
 
     def batches(*arguments: Any) -> Any:
+        evaluates = len(streams) > 0
+        streams.append(arguments)
         for number, batch in enumerate(stream_of(*arguments), 1):
-            if number == 2 * step and os.environ["RANK"] == "1" and how == "cannot-read":
+            if os.environ["RANK"] == "1" and number == 2 * step and how == "cannot-read":
                 _fail(how)
+            if os.environ["RANK"] == "1" and number == 4 and how == "asked-in-evaluation" and evaluates:
+                _fail("asked")
             yield batch
 
     trainer.batches = batches

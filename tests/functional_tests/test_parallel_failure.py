@@ -56,15 +56,18 @@ def test_a_run_whose_rank_was_killed_resumes_as_if_nothing_had_been(tmp_path: Pa
 
 FAILURES = [
     ("raises", "rank 1: RuntimeError: the lamp went out"),
-    ("cannot-read", "rank 1: The data of step 3 cannot be read (the disk went away): training stops"),
+    ("cannot-read", "rank 1: The data of step 4 cannot be read (the disk went away): training stops; the last good"),
 ]
 
 
 @pytest.mark.parametrize(("how", "cause"), FAILURES)
 def test_the_first_cause_stands_on_top(tmp_path: Path, how: str, cause: str) -> None:
-    code, message = run(f"tests.functional_tests.failing_run {how} 3", "--save", tmp_path)
+    code, message = run(f"tests.functional_tests.failing_run {how} 4", "--save", tmp_path)
     assert code != 0, message
     assert_on_top(cause, message)
+    # An error ends all at once; data that one rank cannot read let everyone save the step before.
+    assert (tmp_path / f"iter_000000{3 if how == 'cannot-read' else 2}/.metadata").exists()
+    assert message.count("training stops") == (how == "cannot-read")
 
 
 def test_ranks_stop_together_when_one_is_asked(tmp_path: Path) -> None:
@@ -72,3 +75,11 @@ def test_ranks_stop_together_when_one_is_asked(tmp_path: Path) -> None:
     assert code == 0, message
     assert message.count("Stopped after step 3 because of SIGTERM (saved") == 1
     assert (tmp_path / "iter_0000003/.metadata").exists() and len(figures(tmp_path)) == 3
+
+
+def test_ranks_leave_an_evaluation_together(tmp_path: Path) -> None:
+    flags = ["--eval-interval", "3", "--eval-iters", "10", "--save", tmp_path]
+    code, message = run("tests.functional_tests.failing_run asked-in-evaluation 0", *flags)
+    assert code == 0, message
+    assert message.count("Stopped after step 3 because of SIGTERM (saved") == 1
+    assert (tmp_path / "iter_0000003/.metadata").exists() and "valid_lm_loss" not in figures(tmp_path)[-1]

@@ -1,0 +1,151 @@
+"""Whatever ends a run early, the steps it has finished are saved, and one sentence says why."""
+
+import errno
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.training import metrics, report, trainer
+from megatron.training.data.indexed import IndexedDatasetBuilder
+from tests.functional_tests.runs import INDEXER_LOSS, MODEL, TRAINING, figures, train
+
+LATEST = "latest_checkpointed_iteration.txt"
+
+
+def during_the_evaluation(monkeypatch: pytest.MonkeyPatch, number: int, read: int) -> list[int]:
+    """SIGTERM while evaluation ``number`` reads its micro-batch ``read``; counts the micro-batches of each stream."""
+    original, counts = trainer.batches, []
+
+    def batches(*arguments: Any) -> Iterator[Any]:
+        place = len(counts)
+        counts.append(0)
+        for batch in original(*arguments):
+            counts[place] += 1
+            if place == number and counts[place] == read:
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield batch
+
+    monkeypatch.setattr(trainer, "batches", batches)
+    return counts
+
+
+EVALUATIONS = ["--train-iters", "4", "--eval-interval", "2", "--eval-iters", "50"]
+
+
+def test_sigterm_does_not_wait_for_the_end_of_an_evaluation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = during_the_evaluation(monkeypatch, number=1, read=5)
+    assert train(*EVALUATIONS, "--save", tmp_path) == 0
+    assert read[1] == 6  # two make a global batch
+    assert "Stopped after step 2 because of SIGTERM (saved " in capsys.readouterr().err
+    assert (tmp_path / LATEST).read_text() == "2"
+    assert [record["step"] for record in figures(tmp_path)] == [1, 2]
+    assert "valid_lm_loss" not in figures(tmp_path)[1]
+
+
+def test_the_last_evaluation_can_be_left_and_had_by_the_same_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = [*EVALUATIONS, "--save", tmp_path, "--load", tmp_path]
+    with monkeypatch.context() as patch:
+        during_the_evaluation(patch, number=3, read=1)
+        assert train(*flags) == 0
+    output = capsys.readouterr().err
+    assert "Stopped after step 4 because of SIGTERM (saved " in output and "Held-out" not in output
+    assert not (tmp_path / "summary.json").exists()
+    assert train(*flags) == 0
+    assert "Held-out LM loss" in capsys.readouterr().err
+    assert (tmp_path / "summary.json").exists()
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_data_that_cannot_be_read_cost_no_finished_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], workers: str
+) -> None:
+    with IndexedDatasetBuilder(tmp_path / "text") as builder:
+        builder.add_document([*range(250)] * 4 + [300])
+    files = [*MODEL, *INDEXER_LOSS, *TRAINING, "--train-data-path", str(tmp_path / "text"), "--seq-length", "24"]
+    flags = ["--micro-batch-size", "2", "--train-iters", "40", "--eval-iters", "0", "--num-workers", workers]
+    assert train(*flags, "--save", tmp_path / "run", base=files) == 1
+    done = len(figures(tmp_path / "run"))
+    assert done > 1 and (tmp_path / "run" / LATEST).read_text() == str(done)
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message.startswith(f"The data of step {done + 1} cannot be read (")
+    assert f" were made with): training stops; the last good checkpoint is {tmp_path / 'run'}/iter_" in message
+
+
+def test_evaluation_data_that_cannot_be_read_cost_no_finished_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, streams = trainer.batches, []
+
+    def batches(*arguments: Any) -> Iterator[Any]:
+        streams.append(arguments)
+        if len(streams) == 2:
+            raise OSError("the disk went away")
+        yield from original(*arguments)
+
+    monkeypatch.setattr(trainer, "batches", batches)
+    assert train(*EVALUATIONS, "--save", tmp_path) == 1
+    assert (tmp_path / LATEST).read_text() == "2" and len(figures(tmp_path)) == 2
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message.startswith("The data of the evaluation cannot be read (the disk went away): training stops; the ")
+
+
+def test_a_full_disk_under_the_metrics_costs_no_finished_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = metrics.MetricsWriter.write
+
+    def write(self: metrics.MetricsWriter, record: metrics.Record) -> None:
+        if record["step"] == 3:
+            self._file = open("/dev/full", "a")  # noqa: SIM115
+        original(self, record)
+
+    monkeypatch.setattr(metrics.MetricsWriter, "write", write)
+    assert train("--train-iters", "6", "--log-dir", tmp_path / "log", "--save", tmp_path / "run") == 1
+    assert (tmp_path / "run" / LATEST).read_text() == "3"
+    message = capsys.readouterr().err.splitlines()[-1]
+    sentence = "The figures of step 3 cannot be written (No space left on device: /dev/full): training stops; the last "
+    assert message.startswith(sentence)
+
+
+class FullTensorBoard:
+    """Takes figures into its queue, and says at the next flush that they did not fit."""
+
+    log_dir = "events"
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        pass
+
+    def add_scalar(self, *arguments: Any) -> None:
+        pass
+
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    close = flush
+
+
+def test_a_full_disk_under_tensorboard_costs_no_finished_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", FullTensorBoard)
+    flags = ["--train-iters", "6", "--save-interval", "2", "--save", tmp_path / "run"]
+    assert train(*flags, "--tensorboard-dir", tmp_path / "events") == 1
+    assert (tmp_path / "run" / LATEST).read_text() == "2"
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message.startswith("The figures up to step 2 cannot be written (No space left on device: events): training")
+
+
+def test_a_report_that_cannot_be_written_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / report.SUMMARY_FILE).mkdir()
+    assert train("--train-iters", "2", "--save", tmp_path) == 1
+    assert (tmp_path / LATEST).read_text() == "2"
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message.startswith("The report of the run cannot be written ([Errno 21] Is a directory: ")
