@@ -4,6 +4,7 @@
     DIR/iter_0000100/                         one checkpoint
         .metadata, *.distcp                   parameters, buffers, optimizer moments by parameter name, RNG state
         config.json, run.json                 all flags; step and consumed samples
+        checksums.json                        of the bytes of the other files
 
 A save writes into a hidden directory, brings it to the disk, renames it, and only then replaces the file that names
 the latest step. Whenever the process dies, that file names a whole checkpoint. Leftovers of killed saves are
@@ -38,9 +39,18 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, TensorStorageMetadata
 
 from megatron.core.process_groups import ProcessGroupCollection
+from megatron.training.checkpoint_files import (
+    CHECKSUMS,
+    Reader,
+    Writer,
+    all_checksums,
+    own_checksums,
+    reason,
+    require_saved_bytes,
+)
 from megatron.training.config import CheckpointConfig
 from megatron.training.optimizer import load_optimizer_state, optimizer_state, trained_parameters
-from megatron.training.ranks import flat_tensors, on_first_rank, require_equal_replicas
+from megatron.training.ranks import flat_tensors, gathered, on_first_rank, require_equal_replicas
 
 LATEST = "latest_checkpointed_iteration.txt"
 _UNFINISHED = ".unfinished_"
@@ -98,13 +108,18 @@ def save_checkpoint(
     if groups is not None:
         require_equal_replicas(dict(flat_tensors(state)), groups)
     _write(unfinished, state)
+    checksums = gathered(own_checksums(unfinished))
 
     def complete() -> None:
-        _write_json(unfinished / "config.json", run_config)
-        _write_json(unfinished / "run.json", asdict(progress) | {"torch": torch.__version__})
-        _sync_directory(unfinished)
-        _publish(unfinished, final)
-        _replace_text(root / LATEST, str(progress.step))
+        try:
+            _write_json(unfinished / "config.json", run_config)
+            _write_json(unfinished / "run.json", asdict(progress) | {"torch": torch.__version__})
+            _write_json(unfinished / CHECKSUMS, all_checksums(unfinished, checksums))
+            _sync_directory(unfinished)
+            _publish(unfinished, final)
+            _replace_text(root / LATEST, str(progress.step))
+        except OSError as error:
+            raise _given_up(unfinished, error) from error
 
     on_first_rank(complete)
     return final
@@ -119,11 +134,20 @@ def _clear(root: Path) -> None:
 def _write(path: Path, state: STATE_DICT_TYPE) -> None:
     try:
         with _single_process_is_meant():
-            dcp.save(state, storage_writer=dcp.FileSystemWriter(path, sync_files=True), no_dist=not _distributed())
+            dcp.save(state, storage_writer=Writer(path, sync_files=True), no_dist=not _distributed())
     except CheckpointException as error:
-        free = shutil.disk_usage(path.parent).free / 2**20  # PyTorch's own words do not say that a disk is full
-        shutil.rmtree(path, ignore_errors=True)
-        raise OSError(f"{_reason(error)}, with {free:.0f} MiB free in {path.parent}") from error
+        failure = _given_up(path, error)
+        if any(isinstance(cause, KeyboardInterrupt) for cause, _ in error.failures.values()):
+            raise KeyboardInterrupt from None
+        raise failure from error
+
+
+def _given_up(unfinished: Path, error: BaseException) -> OSError:
+    """What to say about a save that failed, of which nothing is left."""
+    root = unfinished.parent
+    free = shutil.disk_usage(root).free / 2**20
+    shutil.rmtree(unfinished, ignore_errors=True)
+    return OSError(f"{reason(error)}, with {free:.0f} MiB free in {root}")
 
 
 def _publish(unfinished: Path, final: Path) -> None:
@@ -203,10 +227,18 @@ def find_checkpoint(config: CheckpointConfig) -> Checkpoint | None:
     if not (path / ".metadata").exists():
         saved = saved_steps(root) or "none"
         raise ValueError(f"{root} holds no checkpoint of step {step}: the steps saved there are {saved}.")
+    return Checkpoint(path, _saved_progress(path))
+
+
+def _saved_progress(path: Path) -> Progress:
     try:
-        run = json.loads((path / "run.json").read_text(encoding="utf-8"))
-        return Checkpoint(path, Progress(int(run["step"]), int(run["consumed_samples"])))
-    except (OSError, KeyError, ValueError) as error:
+        run = json.loads((path / "run.json").read_text(encoding="utf-8", errors="replace"))
+        progress = Progress(run["step"], run["consumed_samples"])
+        if not all(type(count) is int and count >= 0 for count in (progress.step, progress.consumed_samples)):
+            raise ValueError(f"step {progress.step}, consumed_samples {progress.consumed_samples}")
+        require_saved_bytes(path, ["run.json"])
+        return progress
+    except (OSError, LookupError, TypeError, ValueError) as error:
         raise ValueError(f"{path / 'run.json'} cannot be read ({error}): resume from another step.") from None
 
 
@@ -231,8 +263,8 @@ def _latest_step(root: Path) -> int | None:
     path = root / LATEST
     if not path.exists():
         return None
-    text = path.read_text(encoding="utf-8").strip()
-    if not text.isdigit():
+    text = path.read_text(encoding="utf-8", errors="replace").strip()
+    if not (text.isascii() and text.isdigit()):
         raise ValueError(f"{path} holds {text!r} instead of a step: write the step to resume from into it.")
     return int(text)
 
@@ -243,7 +275,8 @@ def saved_options(checkpoint: Checkpoint) -> dict[str, Any]:
         options = json.loads((checkpoint.path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return options if isinstance(options, dict) else {}
+    groups = options.items() if isinstance(options, dict) else ()
+    return {name: group for name, group in groups if isinstance(group, dict)}
 
 
 def load_checkpoint(
@@ -278,25 +311,19 @@ def load_checkpoint(
 def _read(path: Path, state: STATE_DICT_TYPE) -> None:
     try:
         with _single_process_is_meant():
-            dcp.load(state, storage_reader=dcp.FileSystemReader(path), no_dist=not _distributed())
+            dcp.load(state, storage_reader=Reader(path), no_dist=not _distributed())
     except (Exception, CheckpointException) as error:  # whatever a file, an unpickler or a zip archive raises
         raise _damaged(path, error) from error
 
 
 def _damaged(path: Path, error: BaseException) -> ValueError:
-    return ValueError(f"Checkpoint {path} is damaged ({_reason(error)}): resume from another step.")
-
-
-def _reason(error: BaseException) -> str:
-    """The first sentence of what went wrong."""
-    if isinstance(error, CheckpointException):
-        error = next(iter(error.failures.values()))[0]
-    return str(error).split(". ")[0].split("\n")[0].strip() or type(error).__name__
+    return ValueError(f"Checkpoint {path} is damaged ({reason(error)}): resume from another step.")
 
 
 def _saved_entries(path: Path) -> dict[str, tuple[int, ...]]:
     """Shapes of the saved tensors by flattened name."""
     try:
+        require_saved_bytes(path, [".metadata"])
         entries = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     except (Exception, CheckpointException) as error:
         raise _damaged(path, error) from error

@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,8 @@ _LOST = (
     "broken pipe",
 )
 _COMMUNICATION = ("gloo", "nccl", "timed out waiting", "socket")
+
+T = TypeVar("T")
 
 
 def world_size() -> int:
@@ -73,11 +76,18 @@ def largest(code: int, groups: ProcessGroupCollection, device: torch.device) -> 
 
 def first_said(sentence: str | None) -> str:
     """What the first rank that has something to say says, under its number if it is one of several; all call this."""
+    said = gathered(sentence)
+    number = next(number for number, text in enumerate(said) if text)
+    return f"rank {number}: {said[number]}" if len(said) > 1 else f"{said[0]}"
+
+
+def gathered(value: T) -> list[T]:
+    """What each rank has, on all of them."""
     if world_size() == 1:
-        return sentence or ""
-    said: list[str | None] = [None] * world_size()
-    dist.all_gather_object(said, sentence)
-    return next((f"rank {number}: {text}" for number, text in enumerate(said) if text), "")
+        return [value]
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def require_equal_replicas(tensors: Mapping[str, Tensor], groups: ProcessGroupCollection) -> None:

@@ -18,7 +18,7 @@ from megatron.training.checkpointing import find_checkpoint, step_directory
 from megatron.training.config import CheckpointConfig
 
 _DELETED = ".deleted_"
-_FILES = re.compile(r"\.metadata|config\.json|run\.json|.+\.distcp")
+_FILES = re.compile(r"\.metadata|(config|run|checksums)\.json|.+\.distcp")
 
 
 def delete_older(root: Path, interval: int) -> list[str]:

@@ -105,6 +105,9 @@ class Trainer:
                 wait_for_the_first()
             self.console.say(f"{error}: training stops; {self._advice()}.")
             return 1
+        except KeyboardInterrupt:
+            self.console.say(f"Interrupted again, so the run stops at once; {self._advice()}.")
+            return 130
         finally:
             self.console.close()
             self.metrics.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from pathlib import Path
@@ -83,3 +84,22 @@ def test_ranks_leave_an_evaluation_together(tmp_path: Path) -> None:
     assert code == 0, message
     assert message.count("Stopped after step 3 because of SIGTERM (saved") == 1
     assert (tmp_path / "iter_0000003/.metadata").exists() and "valid_lm_loss" not in figures(tmp_path)[-1]
+
+
+def test_a_file_that_changed_is_named_by_the_rank_that_checks_it(tmp_path: Path) -> None:
+    code, message = run("megatron.training.pretrain_gpt", "--save", tmp_path, "--exit-interval", "2")
+    assert code == 0, message
+    path = tmp_path / "iter_0000002/__1_0.distcp"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    path.write_bytes(content)
+    code, message = run("megatron.training.pretrain_gpt", "--save", tmp_path, "--load", tmp_path)
+    assert code != 0
+    assert "iter_0000002 is damaged (__1_0.distcp does not hold the bytes that were saved): resume from" in message
+    content[len(content) // 2] ^= 0x10
+    path.write_bytes(content)
+    code, message = run("megatron.training.pretrain_gpt", "--save", tmp_path, "--load", tmp_path)
+    assert code == 0, message
+    assert json.loads((tmp_path / "iter_0000006/checksums.json").read_text()).keys() == {
+        ".metadata", "run.json", "__0_0.distcp", "__1_0.distcp"
+    }  # fmt: skip

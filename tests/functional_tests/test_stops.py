@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed.checkpoint as dcp
 
 from megatron.training import metrics, report, trainer
 from megatron.training.data.indexed import IndexedDatasetBuilder
@@ -149,3 +150,23 @@ def test_a_report_that_cannot_be_written_is_one_sentence(tmp_path: Path, capsys:
     assert (tmp_path / LATEST).read_text() == "2"
     message = capsys.readouterr().err.splitlines()[-1]
     assert message.startswith("The report of the run cannot be written ([Errno 21] Is a directory: ")
+
+
+def test_a_second_interrupt_during_a_save_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, saves = dcp.FileSystemWriter.write_data, []
+
+    def interrupted(self: Any, *arguments: Any) -> Any:
+        saves.append(self)
+        if len(saves) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(self, *arguments)
+
+    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", interrupted)
+    assert train("--train-iters", "6", "--save-interval", "2", "--save", tmp_path) == 130
+    message = capsys.readouterr().err.splitlines()[-1]
+    sentence = "Interrupted again, so the run stops at once; the last good checkpoint is "
+    assert message.startswith(f"{sentence}{tmp_path / 'iter_0000002'} (step 2)")
+    assert not list(tmp_path.glob(".*"))

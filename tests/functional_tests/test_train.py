@@ -145,7 +145,7 @@ def test_a_full_disk_stops_the_run_and_names_the_last_good_checkpoint(
     monkeypatch.setattr(dcp.FileSystemWriter, "write_data", full)
     assert train("--train-iters", "6", "--save-interval", "2", "--save", tmp_path) == 1
     message = capsys.readouterr().err.splitlines()[-1]
-    assert message.startswith("The checkpoint of step 4 cannot be saved ([Errno 28] No space left on device, with ")
+    assert message.startswith("The checkpoint of step 4 cannot be saved (the disk is full, with ")
     assert f"the last good checkpoint is {tmp_path / 'iter_0000002'} (step 2)" in message
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
 

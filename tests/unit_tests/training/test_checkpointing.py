@@ -1,6 +1,7 @@
 """A checkpoint survives a save that dies anywhere, comes back bit for bit, and is refused where it does not fit."""
 
 import builtins
+import errno
 import json
 import os
 import shutil
@@ -12,6 +13,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from megatron.training import checkpoint_files
+from megatron.training.checkpoint_files import CHECKSUMS
 from megatron.training.checkpointing import LATEST, Progress, find_checkpoint, load_checkpoint, save_checkpoint
 from megatron.training.config import CheckpointConfig, OptimizerConfig
 from megatron.training.optimizer import build_optimizer, optimizer_state
@@ -155,6 +158,42 @@ def test_a_save_that_fails_leaves_nothing_and_names_the_free_space(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000001", LATEST]
 
 
+def disk_full_in_an_archive(self: object, plan: object, planner: object) -> None:
+    """As PyTorch's archive writer says it."""
+    try:
+        raise OSError(errno.ENOSPC, "No space left on device")
+    except OSError:
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598") from None
+
+
+def interrupted(self: object, plan: object, planner: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_full_disk_is_called_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", disk_full_in_an_archive)
+    with pytest.raises(OSError, match=rf"^the disk is full, with \d+ MiB free in {tmp_path}$"):
+        save(tmp_path, 1, small(1))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_fills_up_last_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any, **options: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(json, "dump", full)
+    with pytest.raises(OSError, match=rf"^the disk is full, with \d+ MiB free in {tmp_path}$"):
+        save(tmp_path, 1, small(1))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_save_that_is_interrupted_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path, 1, small(1))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_optimizer_and_random_state_are_optional(tmp_path: Path) -> None:
     save(tmp_path, 1, trained(1), save_optim=False, save_rng=False)
     keys = dcp.FileSystemReader(tmp_path / "iter_0000001").read_metadata().state_dict_metadata
@@ -215,14 +254,33 @@ def missing_step(root: Path) -> None:
     (root / LATEST).write_text("7")
 
 
-def unreadable_run(root: Path) -> None:
-    (root / "iter_0000001/run.json").write_text("{")
+def bytes_of_no_text(root: Path) -> None:
+    (root / LATEST).write_bytes(b"\xff")
+
+
+def digit_of_no_number(root: Path) -> None:
+    (root / LATEST).write_text("\u00b2")
+
+
+def run_holds(content: bytes) -> Callable[[Path], None]:
+    def damage(root: Path) -> None:
+        (root / "iter_0000001/run.json").write_bytes(content)
+
+    return damage
 
 
 DAMAGES: list[tuple[Callable[[Path], None], str]] = [
     (broken_latest, "holds 'release' instead of a step"),
+    (bytes_of_no_text, f"{LATEST} holds '\ufffd' instead of a step"),
+    (digit_of_no_number, "holds '\u00b2' instead of a step"),
     (missing_step, r"no checkpoint of step 7: the steps saved there are \[1\]"),
-    (unreadable_run, "run.json cannot be read"),
+    (run_holds(b"{"), "run.json cannot be read"),
+    (run_holds(b"[]"), "run.json cannot be read"),
+    (run_holds(b"\xff\xfe"), "run.json cannot be read"),
+    (run_holds(b'{"step": 1}'), r"run.json cannot be read \('consumed_samples'\): resume from another step"),
+    (run_holds(b'{"step": null, "consumed_samples": 10}'), "run.json cannot be read .step None, consumed_samples 10"),
+    (run_holds(b'{"step": 1, "consumed_samples": -4}'), "run.json cannot be read .step 1, consumed_samples -4"),
+    (run_holds(b'{"step": 1, "consumed_samples": 11}'), "run.json cannot be read .run.json does not hold the bytes"),
 ]
 
 
@@ -232,6 +290,45 @@ def test_a_damaged_directory_is_refused(tmp_path: Path, damage: Callable[[Path],
     damage(tmp_path)
     with pytest.raises(ValueError, match=pattern):
         find_checkpoint(CheckpointConfig(load=str(tmp_path)))
+
+
+def change_bits(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+def test_changed_bits_are_found(tmp_path: Path, name: str) -> None:
+    path = save(tmp_path, 1, small(1))
+    change_bits(path / name)
+    sentence = rf"^Checkpoint {path} is damaged \({name} does not hold the bytes that were saved\): resume from another"
+    with pytest.raises(ValueError, match=sentence):
+        load(tmp_path, small(2))
+    (path / CHECKSUMS).write_text("[]")
+    with pytest.raises(ValueError, match=r"run.json cannot be read \(checksums.json is not what was saved\)"):
+        load(tmp_path, small(2))
+
+
+def test_a_checkpoint_without_checksums_loads_unchecked(tmp_path: Path) -> None:
+    saved, found = small(1), small(2)
+    path = save(tmp_path, 1, saved)
+    (path / CHECKSUMS).unlink()
+    load(tmp_path, found)
+    assert_equal(found, saved)
+    (path / "run.json").write_text('{"step": 1, "consumed_samples": 11}')
+    assert load(tmp_path, found)[0] == Progress(1, 11)
+
+
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_ranks_share_out_the_files_of_any_number_of_writers(monkeypatch: pytest.MonkeyPatch, world: int) -> None:
+    names = ["__0_0.distcp", "__1_0.distcp", "__1_1.distcp", "__2_0.distcp", "__12_0.distcp", ".metadata", "run.json"]
+    monkeypatch.setattr(checkpoint_files, "world_size", lambda: world)
+    taken = []
+    for rank in range(world):
+        monkeypatch.setattr(checkpoint_files, "rank", lambda rank=rank: rank)
+        taken += [name for name in names if checkpoint_files._is_own(name)]
+    assert sorted(taken) == sorted(names[:5])
 
 
 def test_an_empty_directory_starts_from_scratch_unless_forbidden(tmp_path: Path) -> None:
