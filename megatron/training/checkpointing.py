@@ -247,6 +247,19 @@ def saved_steps(root: Path) -> list[int]:
     return sorted(int(path.name[5:]) for path in root.glob("iter_*") if path.name[5:].isdigit())
 
 
+def later_steps(config: CheckpointConfig, step: int) -> list[str]:
+    """What to say before a run that starts after ``step`` comes to steps that --save already holds."""
+    steps = [] if config.save is None else saved_steps(Path(config.save))
+    if not steps or steps[-1] <= step:
+        return []
+    start = f"after step {step}" if step else "from scratch"
+    instead = "" if config.load == config.save else f" To continue them, give --load {config.save}."
+    return [
+        f"--save {config.save} holds checkpoints up to step {steps[-1]}, and this run starts {start}: it replaces each "
+        f"of the later ones when it saves that step.{instead}"
+    ]
+
+
 def _require_no_other_checkpoint(root: Path) -> None:
     """Starting from scratch beside weights that were meant to be loaded would go unnoticed."""
     if (root / ".metadata").exists():

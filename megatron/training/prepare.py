@@ -21,7 +21,14 @@ from megatron.core.transformer.experimental_attention_variant.dsa import DSAtten
 from megatron.core.transformer.experimental_attention_variant.dsa.context_parallel import pairs_by_rank
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.training.arguments import PretrainConfig
-from megatron.training.checkpointing import Checkpoint, Progress, find_checkpoint, load_checkpoint, saved_options
+from megatron.training.checkpointing import (
+    Checkpoint,
+    Progress,
+    find_checkpoint,
+    later_steps,
+    load_checkpoint,
+    saved_options,
+)
 from megatron.training.compute_params import ComputeParams, as_fp32
 from megatron.training.data.build import Datasets, build_datasets
 from megatron.training.data.shard import pad_offsets
@@ -92,6 +99,8 @@ def prepare(config: PretrainConfig, tokenizer: Tokenizer, device: torch.device) 
         groups,
     )
     notices = [*_load(config, engine, checkpoint), *_setup_notices(config, model, datasets, sizes)]
+    if not config.training.skip_train:
+        notices += later_steps(config.checkpoint, progress.step)
     return Prepared(config, engine, datasets, progress, checkpoint, notices)
 
 

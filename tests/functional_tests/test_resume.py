@@ -136,6 +136,27 @@ def test_the_indexer_joins_and_leaves_the_optimizer_at_a_resume(
     assert torch.equal(frozen_again[f"model.{indexer}"], trained[f"model.{indexer}"])
 
 
+def test_a_run_that_will_replace_later_checkpoints_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--train-iters", "4", "--eval-iters", "0", "--save", tmp_path]
+    assert train(*flags, "--save-interval", "2") == 0
+    assert "holds checkpoints" not in capsys.readouterr().err
+    held = f"--save {tmp_path} holds checkpoints up to step 4, and this run starts"
+    replaces = "it replaces each of the later ones when it saves that step."
+    assert train(*flags, "--skip-train") == 0 and train(*flags, "--load", tmp_path) == 0
+    assert "holds checkpoints" not in capsys.readouterr().err
+    assert train(*flags, "--load", tmp_path, "--ckpt-step", "2", "--exit-interval", "3") == 0
+    assert f"{held} after step 2: {replaces}\n" in capsys.readouterr().err
+    assert train(*flags, "--exit-interval", "1") == 0
+    assert f"{held} from scratch: {replaces} To continue them, give --load {tmp_path}.\n" in capsys.readouterr().err
+
+
+def test_a_record_of_options_that_cannot_be_read_is_read_past(tmp_path: Path) -> None:
+    run = ["--eval-iters", "0", "--save", tmp_path, "--load", tmp_path]
+    assert train("--train-iters", "2", *run) == 0
+    (tmp_path / "iter_0000002/config.json").write_text('{"model": 3, "optimizer": {"lr": [1]}}')
+    assert train("--train-iters", "3", *run) == 0
+
+
 def test_a_resume_says_which_options_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--train-iters", "6", "--save", tmp_path, "--load", tmp_path]
     assert train(*flags, "--exit-interval", "2") == 0

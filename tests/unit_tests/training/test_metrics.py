@@ -38,6 +38,20 @@ def test_a_half_written_line_goes(tmp_path: Path) -> None:
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
 
 
+NO_RECORDS = [b"{}\n", b"[1]\n", b'{"step": null}\n', b"\xff\xfe\n", b"\0\0\0\n", b'{"step": 3, "l\n']
+
+
+@pytest.mark.parametrize("line", NO_RECORDS)
+def test_a_line_that_is_no_record_is_read_past(tmp_path: Path, line: bytes) -> None:
+    write(tmp_path, 1, 2)
+    path = tmp_path / METRICS_FILE
+    with path.open("ab") as file:
+        file.write(line + b'{"step": 3}\n')
+    assert [r["step"] for r in read_metrics(path)] == [1, 2, 3]
+    write(tmp_path, 4, 4)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
+
+
 def test_steps_that_are_done_again_are_kept_aside(tmp_path: Path) -> None:
     path = tmp_path / METRICS_FILE
     for first, loss in ((1, 3.0), (1, 2.0), (3, 1.0)):
