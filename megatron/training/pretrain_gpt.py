@@ -19,6 +19,7 @@ import torch
 
 from megatron.training.arguments import PROGRAM, PretrainConfig, parse_args
 from megatron.training.config import DistributedConfig
+from megatron.training.launcher import is_alone, read_launch
 from megatron.training.path_arguments import require_writable
 from megatron.training.prepare import prepare
 from megatron.training.ranks import leave, on_first_rank, rank, report_crash, wait_for_the_first, world_size
@@ -30,7 +31,7 @@ from megatron.training.validate import complete, device_of
 @contextmanager
 def process_group(config: DistributedConfig, device: torch.device) -> Iterator[None]:
     """Join torchrun's group of processes, if it started this one."""
-    if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
+    if not read_launch().joins:
         yield
         return
     backend = config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
@@ -71,7 +72,7 @@ def _hold_places(config: PretrainConfig, stack: ExitStack) -> PretrainConfig:
 def _require_places(config: PretrainConfig) -> None:
     """Every process writes its shards of a checkpoint; the first one alone writes the rest."""
     places = {"--save": config.checkpoint.save}
-    if os.environ.get("RANK", "0") == "0":
+    if read_launch().rank == 0:
         logging = config.logging
         places |= {"--log-dir": logging.log_dir, "--tensorboard-dir": logging.tensorboard_dir}
         places["--wandb-save-dir"] = logging.wandb_save_dir
@@ -101,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def exit_at_once(code: int) -> None:
     """End this process. Several ranks skip the interpreter's tear-down, in which Gloo's threads may abort."""
-    if os.environ.get("WORLD_SIZE", "1") != "1":
+    if not is_alone():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

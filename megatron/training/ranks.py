@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.core.tensor_parallel.shards import local_part
+from megatron.training.launcher import is_alone, is_first
 
 # Seconds that a rank which lost another one leaves to the first cause; launchers wait longer before they kill.
 _PATIENCE = 3.0
@@ -153,7 +154,7 @@ def flat_tensors(state: Mapping[str, object], prefix: str = "") -> Iterable[tupl
 
 def wait_for_the_first() -> None:
     """Give rank 0 the time to say what is most likely wrong on all ranks; the launcher then ends the others unheard."""
-    if os.environ.get("WORLD_SIZE", "1") != "1" and os.environ.get("RANK", "0") != "0":
+    if not is_alone() and not is_first():
         time.sleep(_PATIENCE)
 
 

@@ -17,6 +17,7 @@ from megatron.core.transformer.experimental_attention_variant.dsa.backends impor
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.training.arguments import PretrainConfig
 from megatron.training.config import OptimizerConfig, TrainingConfig
+from megatron.training.launcher import read_launch
 from megatron.training.metrics import wandb_is_installed
 from megatron.training.scheduler import warmup_iters
 from megatron.training.tokenizer import Tokenizer, build_tokenizer
@@ -52,43 +53,13 @@ def require_parallel(model: MLATransformerConfig, world_size: int) -> ParallelSi
     return sizes
 
 
-def launcher_number(name: str, default: int) -> int:
-    """A number that the launcher of several processes puts into the environment.
-
-    Raises:
-        ValueError: it is no number.
-    """
-    text = os.environ.get(name, str(default))
-    if not (text.isascii() and text.isdigit()):
-        raise ValueError(
-            f"{name} is {text!r} in the environment, but it counts processes: start the processes with torchrun, or "
-            f"unset {name}."
-        )
-    return int(text)
-
-
-def _world_size() -> int:
-    world, rank = launcher_number("WORLD_SIZE", 1), launcher_number("RANK", 0)
-    if rank >= world:
-        raise ValueError(
-            f"RANK {rank} is none of the {world} ranks that WORLD_SIZE counts: start the processes with torchrun, or "
-            "unset both."
-        )
-    if world > 1 and not {"RANK", "MASTER_ADDR"} <= os.environ.keys():
-        raise ValueError(
-            f"WORLD_SIZE is {world}, but RANK and MASTER_ADDR are not set: start the processes with torchrun, or unset "
-            "WORLD_SIZE."
-        )
-    return world
-
-
 def complete(config: PretrainConfig) -> tuple[PretrainConfig, Tokenizer]:
     """The configuration with derived values filled in, and its tokenizer.
 
     Raises:
         ValueError: one sentence about what is missing or contradicts itself.
     """
-    sizes = require_parallel(config.model, _world_size())
+    sizes = require_parallel(config.model, read_launch().world_size)
     _require_given(config)
     data = config.data
     tokenizer = build_tokenizer(data.tokenizer_type, data.tokenizer_model, config.model.vocab_size)
@@ -114,7 +85,7 @@ def device_of(config: PretrainConfig) -> torch.device:
         )
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    index, count = launcher_number("LOCAL_RANK", 0), torch.cuda.device_count()
+    index, count = read_launch().local_rank, torch.cuda.device_count()
     if index >= count:
         raise ValueError(
             f"LOCAL_RANK is {index}, but PyTorch finds {count} GPUs on this machine: start at most {count} processes "
@@ -156,7 +127,7 @@ def require_memory(model: MLATransformerConfig, device: torch.device, sizes: Par
         available = torch.cuda.get_device_properties(device).total_memory
     else:
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        available //= max(launcher_number("LOCAL_WORLD_SIZE", 1), 1)
+        available //= read_launch().local_world_size
     if needed > available:
         raise ValueError(
             f"The model has {parameters / 1e9:.3g} billion parameters, whose weights, gradients and optimizer state "

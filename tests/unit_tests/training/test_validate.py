@@ -102,27 +102,6 @@ def test_the_rest_of_the_processes_is_data_parallel(monkeypatch: pytest.MonkeyPa
         complete(parsed())
 
 
-@pytest.mark.parametrize(
-    ("variables", "piece"),
-    [
-        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE is 'abc' in the environment, but it counts processes"),
-        ({"WORLD_SIZE": ""}, "WORLD_SIZE is '' in the environment"),
-        ({"WORLD_SIZE": "-2"}, "WORLD_SIZE is '-2' in the environment"),
-        ({"WORLD_SIZE": "2", "RANK": "x"}, "RANK is 'x' in the environment"),
-        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK 2 is none of the 2 ranks that WORLD_SIZE counts"),
-        ({"WORLD_SIZE": "0"}, "RANK 0 is none of the 0 ranks"),
-    ],
-)
-def test_a_launchers_variables_that_make_no_sense_are_refused(
-    variables: dict[str, str], piece: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=r"^.*\.$") as refusal:
-        complete(parsed())
-    assert piece in str(refusal.value)
-
-
 def test_a_model_larger_than_the_machine_is_refused() -> None:
     with pytest.raises(ValueError, match=r"The model has 74\d billion parameters, .* GiB: choose a smaller model\."):
         require_memory(dataclasses.replace(get_preset("glm-5"), bf16=True), torch.device("cpu"))
