@@ -59,7 +59,7 @@ _REPEATING_ALGORITHMS = ("Ring", "Tree", "Ring,Tree", "Tree,Ring")
 
 @dataclass
 class Prepared:
-    """A run that can start: nothing is on disk yet, and nothing more can be wrong with its input."""
+    """A run that can start: nothing but its lock is on disk yet, and nothing more can be wrong with its input."""
 
     config: PretrainConfig
     engine: Engine

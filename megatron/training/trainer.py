@@ -202,10 +202,11 @@ class Trainer:
         return self._figures(result, rate, time.perf_counter() - start, work.tokens * self.dp_size, flops)
 
     def _read(self, stream: Iterator[Batch], what: str) -> _Fetched:
-        """This rank's share of the next global batch; nothing where the data end or cannot be read."""
+        """This rank's share of the next global batch; nothing where the data end, or the run does."""
         start, micro_batches = time.perf_counter(), []
+        count = 0 if any(self._urgent().values()) else self.batch_size // (self.micro_batch_size * self.dp_size)
         try:
-            micro_batches = list(islice(stream, self.batch_size // (self.micro_batch_size * self.dp_size)))
+            micro_batches = list(islice(stream, count))
         except (OSError, ValueError, RuntimeError) as error:
             self._fail(f"The data of {what} cannot be read", error)
         return _Fetched(micro_batches, time.perf_counter() - start)
