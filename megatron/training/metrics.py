@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
@@ -80,6 +81,9 @@ class MetricsWriter:
             self.notices += _take_out_steps(log_dir / METRICS_FILE, first_step)
             self._file = (log_dir / METRICS_FILE).open("a", encoding="utf-8")
         self._tensorboard = _open_tensorboard(config, first_step)
+        self._thread_errors = threading.excepthook
+        if self._tensorboard is not None:
+            threading.excepthook = self._take_thread_error
         self._wandb = _open_wandb(config, run_config)
 
     def write(self, record: Record) -> None:
@@ -115,8 +119,14 @@ class MetricsWriter:
         if self._tensorboard is not None:
             with suppress(OSError):
                 self._tensorboard.close()
+            threading.excepthook = self._thread_errors
         if self._wandb is not None:
             self._wandb.finish()
+
+    def _take_thread_error(self, error: threading.ExceptHookArgs) -> None:
+        """TensorBoard raises what stopped its thread again at the next figure, so it is said there."""
+        if not type(error.thread).__module__.startswith("tensorboard."):
+            self._thread_errors(error)
 
 
 @contextmanager

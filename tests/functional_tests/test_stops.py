@@ -1,8 +1,9 @@
 """Whatever ends a run early, the steps it has finished are saved, and one sentence says why."""
 
-import errno
 import os
+import re
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -116,32 +117,28 @@ def test_a_full_disk_under_the_metrics_costs_no_finished_step(
     assert message.startswith(sentence)
 
 
-class FullTensorBoard:
-    """Takes figures into its queue, and says at the next flush that they did not fit."""
-
-    log_dir = "events"
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        pass
-
-    def add_scalar(self, *arguments: Any) -> None:
-        pass
-
-    def flush(self) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    close = flush
-
-
 def test_a_full_disk_under_tensorboard_costs_no_finished_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", FullTensorBoard)
-    flags = ["--train-iters", "6", "--save-interval", "2", "--save", tmp_path / "run"]
+    """Its thread opens the file anew for each figure, and says what went wrong at a later one."""
+    original, hook = metrics.MetricsWriter.write, threading.excepthook
+
+    def write(self: metrics.MetricsWriter, record: metrics.Record) -> None:
+        if record["step"] == 3:
+            (path,) = (tmp_path / "events").iterdir()
+            path.unlink()
+            path.symlink_to("/dev/full")
+        original(self, record)
+
+    monkeypatch.setattr(metrics.MetricsWriter, "write", write)
+    flags = ["--train-iters", "6", "--save-interval", "4", "--save", tmp_path / "run"]
     assert train(*flags, "--tensorboard-dir", tmp_path / "events") == 1
-    assert (tmp_path / "run" / LATEST).read_text() == "2"
-    message = capsys.readouterr().err.splitlines()[-1]
-    assert message.startswith("The figures up to step 2 cannot be written (No space left on device: events): training")
+    saved = (tmp_path / "run" / LATEST).read_text()
+    assert saved in ("3", "4")
+    output = capsys.readouterr().err
+    said = rf"^The figures (of|up to) step {saved} cannot be written \(No space left on device: {tmp_path}/events\): "
+    assert re.search(said, output.splitlines()[-1]) and "Traceback" not in output
+    assert threading.excepthook is hook
 
 
 def test_a_report_that_cannot_be_written_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
