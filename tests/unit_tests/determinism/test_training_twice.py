@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron.core.tensor_parallel.shards import local_part
 from megatron.training.arguments import parse_args
 from megatron.training.pretrain_gpt import start
+from megatron.training.validate import require_kernels
 from tests.functional_tests.runs import DATA, INDEXER_LOSS, MODEL, TRAINING, figures
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -73,5 +74,6 @@ def test_another_seed_is_noticed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("options", "kernel"), [([], "sparse_attention_backward"), (INDEXER_LOSS, "indexer_backward")])
 def test_kernels_that_cannot_repeat_are_refused_before_the_first_step(options: list[str], kernel: str) -> None:
+    config = parse_args([*MODEL, *DATA, *options, "--dsa-kernel-backend", "cudnn", "--deterministic-mode"])
     with pytest.raises(ValueError, match=f"deterministic_mode=True cannot train .*{kernel}"):
-        parse_args([*MODEL, *DATA, *options, "--dsa-kernel-backend", "cudnn", "--deterministic-mode"])
+        require_kernels(config.model, torch.device("cpu"))

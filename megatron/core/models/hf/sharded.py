@@ -37,7 +37,7 @@ def copy_into(slot: Slot, ours: Tensor, read: Callable[[], Tensor]) -> None:
         own, region = own[:kept], (slice(region[0].start, region[0].start + kept), *region[1:])
     if own.numel():
         own.copy_(read()[region])
-        if not own.sum(dtype=torch.float64).isfinite():  # of finite values it always is; makes no copy
+        if not torch.stack(own.aminmax()).isfinite().all():  # NaN is both; makes no copy
             raise ValueError(
                 f"{slot.hf} holds values that are not finite in {own.dtype}: load another copy of the weights, or a "
                 "wider dtype."

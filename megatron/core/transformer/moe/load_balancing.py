@@ -32,7 +32,7 @@ from torch.distributed import ProcessGroup
 from megatron.core.tensor_parallel.mappings import group_size, own_rows
 from megatron.core.transformer.experimental_attention_variant.dsa.layout import Layout, row_bounds, valid_rows
 
-_CACHED_VIEWS = 64
+_CACHED_VIEWS = 16  # of a few microbatches; what is kept is device memory
 
 
 def sequence_balance_loss(

@@ -122,7 +122,7 @@ class MoELayer(MegatronModule):
         rows = context.layout, self.tp_group, self.cp_group
         loss_sum = sequence_balance_loss(routing.scores_TE, self.config.moe_router_topk, *rows)
         context.losses.balance_sums[self.layer_number] = loss_sum.detach()
-        scaled = coeff * context.losses.scale(context.layout.num_valid_rows) * loss_sum
+        scaled = coeff * context.loss_scale() * loss_sum
         return routing._replace(weights_TK=attach_loss(routing.weights_TK, scaled))
 
 

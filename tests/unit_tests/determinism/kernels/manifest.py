@@ -126,10 +126,10 @@ MANIFEST: dict[str, Dispatch] = {
     "dsa/reference.py:selected_mask": Dispatch(("scatter_",), "c64a6ac91358", TRAINING),
     "dsa/reference.py:_pick": Dispatch(("gather",), "58f232b58e1f", TRAINING),
     "megatron/core/tensor_parallel/layers.py:VocabParallelEmbedding.forward": Dispatch(
-        ("embedding",), "03284df7854e", TRAINING
+        ("embedding",), "ec54dad97f11", TRAINING
     ),
     "megatron/core/tensor_parallel/cross_entropy.py:_VocabParallelCrossEntropy.forward": Dispatch(
-        ("gather",), "f33b65c71151", RANKS
+        ("gather",), "95d68c2610aa", RANKS
     ),
     "megatron/core/tensor_parallel/cross_entropy.py:_VocabParallelCrossEntropy.backward": Dispatch(
         ("scatter_add",), "d3cba3da5112", RANKS
@@ -137,10 +137,10 @@ MANIFEST: dict[str, Dispatch] = {
     f"{MOE}/experts.py:GroupedMLP.forward": Dispatch(("scatter_",), "a39310a29597", TRAINING),
     f"{MOE}/experts.py:GroupedMLP._visit_experts": Dispatch(("cumsum",), "8d9edc3044a3", TRAINING),
     f"{MOE}/exchange.py:plan_exchange": Dispatch(("cumsum", "scatter_"), "8295efabd1e3", RANKS),
-    f"{MOE}/load_balancing.py:sequence_balance_loss": Dispatch(("index_add_", "scatter_"), "d5ec886bfa82", TRAINING),
-    f"{MOE}/load_balancing.py:_documents": Dispatch(("cumsum",), "422bd188af39", TRAINING),
+    f"{MOE}/load_balancing.py:sequence_balance_loss": Dispatch(("index_add_", "scatter_"), "b2a44aa68923", TRAINING),
+    f"{MOE}/load_balancing.py:_documents": Dispatch(("cumsum",), "3f20648f90fe", TRAINING),
     f"{MOE}/moe_layer.py:_on_valid_rows": Dispatch(("index_copy",), "0bd2311826bc", TRAINING),
-    f"{MOE}/router.py:TopKRouter.forward": Dispatch(("gather",), "87285880d6f2", TRAINING),
+    f"{MOE}/router.py:TopKRouter.forward": Dispatch(("gather",), "64ca12a83a5b", TRAINING),
     f"{MOE}/router.py:TopKRouter._choose": Dispatch(("scatter_",), "4f2fefc7388e", TRAINING),
     f"{MOE}/router.py:count_experts": Dispatch(("scatter_add_",), "3268eb3a56c7", TRAINING),
     "megatron/training/attention_mass.py:attention_mass": Dispatch(("gather",), "a8ce2b6d496a", TRAINING),

@@ -115,4 +115,4 @@ class DSAttention(nn.Module):
         targets = (self.shards.reduce_target(chunk) for chunk in chunks)
         kl_sum = self.backend.indexer_loss(operands, targets, own, own_layout, dense)
         context.losses.record(self.layer_number, kl_sum, own_layout.num_valid_rows)
-        return kl_sum * (self.dsa.loss_coeff or 0.0) * context.losses.scale(layout.num_valid_rows)
+        return kl_sum * (self.dsa.loss_coeff or 0.0) * context.loss_scale()

@@ -29,6 +29,7 @@ class ForwardContext:
         topk_cache: selections shared by layers.
         losses: side losses of this microbatch.
         key_order: int64 order, and its inverse, that sorts keys gathered over context-parallel ranks; None for one.
+        valid_rows: rows that are no padding, over all context-parallel ranks; None where ``layout`` is all of them.
     """
 
     layout: Layout
@@ -36,6 +37,7 @@ class ForwardContext:
     topk_cache: TopKCache
     losses: LossTracker
     key_order: tuple[Tensor, Tensor] | None = None
+    valid_rows: int | None = None
 
     @classmethod
     def build(
@@ -51,7 +53,7 @@ class ForwardContext:
 
         With context parallelism ``length`` counts this rank's zigzag rows, and ``packed_seq_params`` describes the
         whole row, which all ranks of ``cp_group`` share. Megatron's own ``PackedSeqParams``, which has no host offsets,
-        is read from the device. ``losses`` without a normalizer gets the valid rows of all ranks of ``cp_group``.
+        is read from the device.
 
         Raises:
             ValueError: the packed offsets do not cover the row, or do not split over ``cp_group``.
@@ -68,9 +70,12 @@ class ForwardContext:
                 f"{length}]: flatten the batch into one packed row, and let the offsets reach its end."
             )
         key_order = zigzag_key_order(padded, cp_size, device)
-        losses = losses or LossTracker()
-        losses.normalizer = losses.normalizer or float(max(offsets[-1], 1))
-        return cls(layout, positions(layout, device), TopKCache(), losses, key_order)
+        tracker = losses or LossTracker()
+        return cls(layout, positions(layout, device), TopKCache(), tracker, key_order, offsets[-1])
+
+    def loss_scale(self) -> float | Tensor:
+        """Factor on a KL sum of this rank's rows, without the coefficient."""
+        return self.losses.scale(self.layout.num_valid_rows if self.valid_rows is None else self.valid_rows)
 
 
 def _offsets(packed: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -21,7 +21,7 @@ from torch import nn
 
 from .backends.protocol import TopK
 from .collectives import first_rank
-from .layout import Layout
+from .layout import Layout, Segment
 
 if TYPE_CHECKING:
     from .context import ForwardContext
@@ -150,7 +150,12 @@ def remembered(layer: _Selecting, context: ForwardContext) -> TopK | None:
             f"{context.layout.num_rows}: replay with the microbatch that was recorded."
         )
     if isinstance(layer.replayed, TopKRecord) and layer.replayed.layout is not None:
-        _require_same_segments(layer.layer_number, layer.replayed.layout, context.layout)
+        if found := different_segments(layer.replayed.layout, context.layout):
+            raise ValueError(
+                f"The record of layer {layer.layer_number} is of another layout than this pass's (it has {found[0]} "
+                f"where the pass has {found[1]}), so its ids would mean other keys: replay with the microbatch that "
+                "was recorded, or load the file with the pass's layout."
+            )
     return topk
 
 
@@ -162,7 +167,9 @@ def remember(layer: _Selecting, context: ForwardContext, topk: TopK) -> TopK:
     topk = topk._replace(scores_TK=None)
     if layer.indexer is not None and context.topk_cache.get(layer.layer_number) is None:
         context.topk_cache.put(layer.layer_number, topk)
-        if isinstance(layer.recorder, TopKRecord):
+        if layer.recorder is not None:
+            if layer.recorder.layout != context.layout:
+                layer.recorder.clear()  # of another pass, which may have ended early
             layer.recorder[layer.layer_number] = _outside_inference(topk)
             layer.recorder.layout, layer.recorder.first_holder = context.layout, first_rank(layer.shards.tp)
     return topk
@@ -186,12 +193,10 @@ def _selecting_layers(model: nn.Module) -> dict[int, _Selecting]:
     return found
 
 
-def _require_same_segments(layer_number: int, recorded: Layout, present: Layout) -> None:
-    """Ids count keys and rows of their own layout; how many keys follow the last document does not matter."""
-    for theirs, ours in zip_longest(recorded.segments, present.segments):
-        if theirs != ours:
-            raise ValueError(
-                f"The record of layer {layer_number} is of another layout than this pass's (it has {theirs} where the "
-                f"pass has {ours}), so its ids would mean other keys: replay with the microbatch that was recorded, or "
-                "load the file with the pass's layout."
-            )
+def different_segments(recorded: Layout, present: Layout) -> tuple[Segment | None, Segment | None] | None:
+    """The first segments that differ, or None: ids count keys and rows of their own layout.
+
+    How many keys follow the last document does not matter.
+    """
+    pairs = zip_longest(recorded.segments, present.segments)
+    return next(((theirs, ours) for theirs, ours in pairs if theirs != ours), None)

@@ -51,8 +51,7 @@ class LossTracker:
     """Side losses of one microbatch: what they are scaled by, and what each layer's came to.
 
     Args:
-        normalizer: what KL sums are divided by; None means the microbatch's valid rows over its context-parallel ranks
-            (``ForwardContext.build`` counts them).
+        normalizer: what KL sums are divided by; None means the microbatch's valid rows over its context-parallel ranks.
         grad_scale: factor of the main loss that side losses must follow, a number or an FP32 scalar tensor.
 
     Attributes:

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .backends.protocol import TopK
-from .index_share import TopKRecord
+from .index_share import TopKRecord, different_segments
 from .layout import Layout, Segment
 from .selection_file import SavedTopK, read_topk, write_topk
 
@@ -107,6 +107,11 @@ def _describe(record: Mapping[int, TopK], layout: Layout | None) -> _Shard | Val
         return ValueError("Nothing was recorded: run a forward pass in record_topk before saving.")
     first_holder = None
     if isinstance(record, TopKRecord):
+        if layout and record.layout and different_segments(record.layout, layout):
+            return ValueError(
+                "The layout is of other segments than the pass that was recorded: save without a layout, the record "
+                "holds its own."
+            )
         layout, first_holder = layout or record.layout, record.first_holder
     if layout is None:
         return ValueError(

@@ -91,7 +91,7 @@ def test_router_is_fp32_in_a_bf16_model() -> None:
     routing = router(x)
     assert routing.weights_TK.dtype == torch.float32
     torch.testing.assert_close(routing.scores_TE, (x.float() @ router.weight.T).sigmoid())
-    with pytest.raises(AssertionError, match="weight and bias are FP32"):
+    with pytest.raises(ValueError, match="router's weight is torch.bfloat16, but routers are FP32"):
         router.bfloat16()(x)
 
 

@@ -163,13 +163,15 @@ def test_a_layer_copies_after_use() -> None:
 def test_the_context_is_made_where_none_is_given() -> None:
     context = ForwardContext.build(2, 5, None, "cpu")
     assert context.layout == Layout.causal(2, 5) and context.positions_T.tolist() == [*range(5), *range(5)]
-    assert context.topk_cache.get(1) is None and context.losses.normalizer == 10
+    assert context.topk_cache.get(1) is None and context.loss_scale() == 1 / 10
     packed = ForwardContext.build(1, 16, PackedSeqParams.from_offsets((0, 5, 12), (0, 8, 16)), "cpu")
     assert packed.layout == Layout.packed((0, 5, 12), (0, 8, 16))
-    assert packed.losses.normalizer == 12, "valid rows"
-    assert ForwardContext.build(1, 4, PackedSeqParams.from_offsets((0, 0), (0, 4)), "cpu").losses.normalizer == 1
-    given = ForwardContext.build(2, 5, None, "cpu", LossTracker(normalizer=3.0))
-    assert given.losses.normalizer == 3
+    assert packed.loss_scale() == 1 / 12, "valid rows"
+    assert ForwardContext.build(1, 4, PackedSeqParams.from_offsets((0, 0), (0, 4)), "cpu").loss_scale() == 1
+    assert ForwardContext.build(2, 5, None, "cpu", LossTracker(normalizer=3.0)).loss_scale() == 1 / 3
+    reused = LossTracker()
+    scales = [ForwardContext.build(2, length, None, "cpu", reused).loss_scale() for length in (5, 20)]
+    assert scales == [1 / 10, 1 / 40], "a tracker takes no pass's rows over to the next"
 
 
 class Ranks(NamedTuple):
@@ -189,7 +191,7 @@ def test_ranks_of_one_microbatch_divide_by_the_same_rows() -> None:
     packed = PackedSeqParams.from_offsets((0, 3), (0, 8))
     contexts = [ForwardContext.build(1, 4, packed, "cpu", cp_group=Ranks(number)) for number in (0, 1)]
     assert [context.layout.num_valid_rows for context in contexts] == [2, 1]
-    assert [context.losses.normalizer for context in contexts] == [3, 3]
+    assert [context.loss_scale() for context in contexts] == [1 / 3, 1 / 3]
 
 
 @dataclass

@@ -55,6 +55,23 @@ def test_the_recorder_holds_what_each_layer_selected() -> None:
         )
 
 
+def test_a_record_is_of_one_pass() -> None:
+    """A pass in another layout that ends early leaves its own entries alone, not a mix."""
+    model, layout = Model(), LAYOUTS["batch"]
+    other = Layout.causal(1, layout.num_rows)
+    with record_topk(model) as record:
+        model(microbatch(0), context_for(layout))
+        hook = model.layers[1].register_forward_pre_hook(stop)
+        with pytest.raises(InterruptedError):
+            model(microbatch(0), context_for(other))
+        hook.remove()
+    assert sorted(record) == [1] and record.layout == other
+
+
+def stop(*_: Any) -> None:
+    raise InterruptedError
+
+
 def test_keys_of_an_inference_pass_can_train() -> None:
     """Autograd refuses to save tensors that inference mode made, as some backends do with the ids."""
     model, layout = Model(), LAYOUTS["packed"]

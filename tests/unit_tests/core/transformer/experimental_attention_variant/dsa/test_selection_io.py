@@ -112,6 +112,14 @@ def test_a_record_knows_its_layout(saved: Path, tmp_path: Path) -> None:
         assert (tmp_path / "other").read_bytes() == saved.read_bytes()
 
 
+def test_a_layout_of_other_documents_than_the_record_is_refused(tmp_path: Path) -> None:
+    """With as many rows it would save other documents under these names."""
+    known, one = TopKRecord(record(PACKED), PACKED), Layout.causal(1, PACKED.num_rows)
+    with pytest.raises(ValueError, match="of other segments than the pass that was recorded: save without a layout"):
+        save_topk(tmp_path / "keys", known, one)
+    assert not any(tmp_path.iterdir())
+
+
 def test_documents_in_another_order_and_a_part_of_them(saved: Path) -> None:
     for documents in ((3, 2, 1, 0), (2,), (2, 0), (1, 1)):
         layout = Layout.packed(offsets([LENGTHS[m] for m in documents]))
