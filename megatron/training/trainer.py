@@ -1,8 +1,9 @@
 """The run: from a complete configuration to a trained, evaluated and reported model.
 
 ``prepare.py`` has found everything that can be wrong with the input, and created nothing. ``Trainer.run`` steps,
-evaluates, saves and reports. The order after each step is: evaluate, log, save, stop. So the metrics of every saved
-step are on disk before its checkpoint counts.
+evaluates, saves and reports. The order after each step is: evaluate, log, save, stop. So the metrics of a saved step
+are on disk before its checkpoint counts, except where they cannot be written: that step is saved all the same, and
+stops the run.
 
 Of several processes each runs the same steps on its own rows. The first one writes figures and reports; what decides
 about the run (figures, a signal, the clock, a disk) is settled among all before anyone acts on it. So several processes
@@ -103,20 +104,23 @@ class Trainer:
         except RunStopped as error:
             if not self.speaks:
                 wait_for_the_first()
-            self.console.say(f"{error}: training stops; {self._advice()}.")
+            what = "the evaluation" if self.config.training.skip_train else "training"
+            self.console.say(f"{error}: {what} stops{self._advice()}.")
             return 1
         except KeyboardInterrupt:
-            self.console.say(f"Interrupted again, so the run stops at once; {self._advice()}.")
+            self.console.say(f"Interrupted again, so the run stops at once{self._advice()}.")
             return 130
         finally:
             self.console.close()
             self.metrics.close()
 
     def _advice(self) -> str:
+        if self.config.training.skip_train:
+            return ""
         if self.last_good is None:
-            return "there is no checkpoint to continue from"
+            return "; there is no checkpoint to continue from"
         good = self.last_good
-        return f"the last good checkpoint is {good.path} (step {good.progress.step}), continue it with --load"
+        return f"; the last good checkpoint is {good.path} (step {good.progress.step}), continue it with --load"
 
     # ---- steps ----
 
@@ -125,9 +129,10 @@ class Trainer:
         stream = self._batches(self.datasets[0], self.progress.consumed_samples)
         started, before = time.monotonic(), self.progress.step
         while self.progress.step < self.train_iters:
-            fetched = self._read(stream, f"step {self.progress.step + 1}")
             trained = self.progress.step > before
-            reason = self._agreed((self._planned(started) if trained else {}) | self._urgent())
+            planned = self._planned(started) if trained else {}
+            fetched = self._read(stream, f"step {self.progress.step + 1}", stops=any(planned.values()))
+            reason = self._agreed(planned | self._urgent())
             if reason is not None:
                 self._stop(reason, trained)
                 return False
@@ -143,10 +148,13 @@ class Trainer:
     def _stop(self, reason: str, trained: bool) -> None:
         if trained:
             self._save()
-        if reason == _FAILURE:
-            raise RunStopped(first_said(self.failure))
-        saved = f"saved {self.last_good.path}" if self.last_good and self.config.checkpoint.save else "not saved"
+        self._require_no_failure()
+        saved = f"saved {self.last_good.path}" if self.last_good and self._is_saved() else "not saved"
         self.console.say(f"Stopped after step {self.progress.step} because of {reason} ({saved}).")
+
+    def _require_no_failure(self) -> None:
+        if self._agreed({_FAILURE: self.failure is not None}):
+            raise RunStopped(first_said(self.failure))
 
     def _log(self, record: dict[str, Any]) -> None:
         try:
@@ -201,10 +209,11 @@ class Trainer:
         flops = training_flops(self.config.model, work) * self.dp_size / world_size()
         return self._figures(result, rate, time.perf_counter() - start, work.tokens * self.dp_size, flops)
 
-    def _read(self, stream: Iterator[Batch], what: str) -> _Fetched:
+    def _read(self, stream: Iterator[Batch], what: str, stops: bool = False) -> _Fetched:
         """This rank's share of the next global batch; nothing where the data end, or the run does."""
         start, micro_batches = time.perf_counter(), []
-        count = 0 if any(self._urgent().values()) else self.batch_size // (self.micro_batch_size * self.dp_size)
+        stops = stops or any(self._urgent().values())
+        count = 0 if stops else self.batch_size // (self.micro_batch_size * self.dp_size)
         try:
             micro_batches = list(islice(stream, count))
         except (OSError, ValueError, RuntimeError) as error:
@@ -254,14 +263,19 @@ class Trainer:
                 return
             yield from micro_batches
 
+    def _is_saved(self) -> bool:
+        return self.saved_step == self.progress.step
+
     def _save(self) -> None:
         options = self.config.checkpoint
-        if options.save is None or self.saved_step == self.progress.step:
+        if self._is_saved():
             return
         try:
             self.metrics.sync()
         except OSError as error:
             self._fail(f"The figures up to step {self.progress.step} cannot be written", error)
+        if options.save is None:
+            return
         progress, engine = dataclasses.replace(self.progress), self.engine
         try:
             what = progress, engine.model, engine.optimizer, options, self.record, engine.groups
@@ -276,6 +290,7 @@ class Trainer:
     def _finish(self) -> None:
         if not self.config.training.skip_train:
             self._save()
+            self._require_no_failure()
         split = "test" if self.datasets[2] is not None else "valid"
         try:
             held_out = {key.removeprefix(f"{split}_"): value for key, value in self._evaluate(split).items()}

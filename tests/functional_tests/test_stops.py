@@ -4,7 +4,8 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -99,22 +100,104 @@ def test_evaluation_data_that_cannot_be_read_cost_no_finished_step(
     assert message.startswith("The data of the evaluation cannot be read (the disk went away): training stops; the ")
 
 
-def test_a_full_disk_under_the_metrics_costs_no_finished_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def full_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """The disk under the metrics has no space left for the figures of ``step`` and later ones."""
     original = metrics.MetricsWriter.write
 
     def write(self: metrics.MetricsWriter, record: metrics.Record) -> None:
-        if record["step"] == 3:
+        if record["step"] == step:
             self._file = open("/dev/full", "a")  # noqa: SIM115
         original(self, record)
 
     monkeypatch.setattr(metrics.MetricsWriter, "write", write)
+
+
+def test_a_full_disk_under_the_metrics_costs_no_finished_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full_at(monkeypatch, 3)
     assert train("--train-iters", "6", "--log-dir", tmp_path / "log", "--save", tmp_path / "run") == 1
     assert (tmp_path / "run" / LATEST).read_text() == "3"
     message = capsys.readouterr().err.splitlines()[-1]
     sentence = "The figures of step 3 cannot be written (No space left on device: /dev/full): training stops; the last "
     assert message.startswith(sentence)
+
+
+def unsynced(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    def sync(self: metrics.MetricsWriter) -> None:
+        raise OSError("Disk quota exceeded")
+
+    monkeypatch.setattr(metrics.MetricsWriter, "sync", sync)
+
+
+LAST_FIGURES = [
+    (full_at, "The figures of step 4 cannot be written (No space left on device: /dev/full): training stops; the last"),
+    (unsynced, "The figures up to step 4 cannot be written (Disk quota exceeded): training stops; the last good"),
+]
+
+
+@pytest.mark.parametrize("flags", [["--train-iters", "4", "--eval-iters", "0"], ["--train-iters", "8"]], ids="".join)
+@pytest.mark.parametrize(("break_figures", "sentence"), LAST_FIGURES, ids=["full", "unsynced"])
+def test_figures_of_the_last_step_that_cannot_be_written_are_said(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    flags: list[str],
+    break_figures: Callable[[pytest.MonkeyPatch, int], None],
+    sentence: str,
+) -> None:
+    break_figures(monkeypatch, 4)
+    assert train(*flags, "--exit-interval", "4", "--log-dir", tmp_path / "log", "--save", tmp_path / "run") == 1
+    assert (tmp_path / "run" / LATEST).read_text() == "4"
+    assert capsys.readouterr().err.splitlines()[-1].startswith(sentence)
+
+
+def test_figures_that_cannot_be_written_are_said_without_a_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unsynced(monkeypatch, 2)
+    assert train("--train-iters", "2", "--eval-iters", "0", "--log-dir", tmp_path) == 1
+    sentence = "The figures up to step 2 cannot be written (Disk quota exceeded): training stops; there is no "
+    assert capsys.readouterr().err.splitlines()[-1].startswith(sentence)
+
+
+def test_a_planned_stop_reads_nothing_more(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = trainer.batches
+
+    def batches(*arguments: Any) -> Iterator[Any]:
+        yield from islice(original(*arguments), 4)  # two make a global batch
+        raise OSError("the disk went away")
+
+    monkeypatch.setattr(trainer, "batches", batches)
+    assert train("--train-iters", "6", "--exit-interval", "2", "--save", tmp_path) == 0
+    sentence = f"Stopped after step 2 because of --exit-interval 2 (saved {tmp_path / 'iter_0000002'})."
+    assert capsys.readouterr().err.splitlines()[-1] == sentence
+
+
+def test_a_stop_before_the_first_step_saves_nothing_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert train("--train-iters", "2", "--save", tmp_path / "a") == 0
+    during_the_evaluation(monkeypatch, number=0, read=1)  # the first stream is that of the training data
+    assert train("--train-iters", "4", "--load", tmp_path / "a", "--save", tmp_path / "b") == 0
+    assert "Stopped after step 2 because of SIGTERM (not saved)." in capsys.readouterr().err
+    assert not (tmp_path / "b" / LATEST).exists()
+
+
+def test_an_evaluation_alone_that_cannot_read_does_not_talk_of_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def batches(*arguments: Any) -> Iterator[Any]:
+        raise OSError("the disk went away")
+        yield
+
+    assert train("--train-iters", "2", "--save", tmp_path) == 0
+    monkeypatch.setattr(trainer, "batches", batches)
+    assert train("--train-iters", "2", "--load", tmp_path, "--skip-train") == 1
+    sentence = "The data of the evaluation cannot be read (the disk went away): the evaluation stops."
+    assert capsys.readouterr().err.splitlines()[-1] == sentence
 
 
 def test_a_full_disk_under_tensorboard_costs_no_finished_step(
