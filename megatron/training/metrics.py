@@ -1,7 +1,8 @@
 """Where figures go: metrics.jsonl, TensorBoard, Weights & Biases.
 
 ``metrics.jsonl`` holds one line a step, flushed at once, so that a killed run loses nothing but the step it was in.
-A number that is not finite is null there, since JSON has no other word for it.
+Figures that cannot be written are an ``OSError``: the run saves their step and stops; its line may be missing then. A
+number that is not finite is null there, since JSON has no other word for it.
 
 A resumed run first takes the lines of steps that it will do again out, and a half-written last line: so each step
 stands there once, and the file reads like that of an uninterrupted run. What was taken out is kept in
@@ -52,13 +53,15 @@ def as_json(content: Record, indent: int | None = None) -> str:
     def finite(value: Any) -> Any:
         if isinstance(value, Mapping):
             return {key: finite(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [finite(item) for item in value]
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
     return json.dumps(finite(content), indent=indent, allow_nan=False)
 
 
 def scalars(record: Record) -> Iterator[tuple[str, float]]:
-    """The numbers of a record under flat names: entries of a mapping or list become ``name/key``."""
+    """The numbers of a record under flat names: entries of a mapping become ``name/key``."""
     for name, value in record.items():
         if isinstance(value, Mapping):
             yield from ((f"{name}/{key}", float(item)) for key, item in value.items() if item is not None)
@@ -103,7 +106,7 @@ class MetricsWriter:
             self._wandb.log(figures, step=record["step"])
 
     def sync(self) -> None:
-        """Bring what was written to the disk; called before a checkpoint counts."""
+        """Bring what was written to the disk; called before a checkpoint is saved."""
         if self._file is not None:
             with _naming(self._file.name):
                 os.fsync(self._file.fileno())

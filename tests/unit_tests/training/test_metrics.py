@@ -71,7 +71,7 @@ def test_steps_that_are_done_again_are_kept_aside(tmp_path: Path) -> None:
 
 def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
     nan, inf = float("nan"), float("inf")
-    write(tmp_path, 1, 2, lm_loss=nan, indexer_loss_by_layer={"1": -inf, "2": 0.5}, lr=0.1)
+    write(tmp_path, 1, 2, lm_loss=nan, indexer_loss_by_layer={"1": -inf, "2": 0.5}, lr=0.1, loads=[1.0, [nan]])
     write(tmp_path, 2, 2, lm_loss=inf)  # a resume reads what it finds
 
     def refuse(constant: str) -> None:
@@ -79,7 +79,7 @@ def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
 
     lines = [json.loads(line, parse_constant=refuse) for line in (tmp_path / METRICS_FILE).read_text().splitlines()]
     assert lines == [
-        {"step": 1, "lm_loss": None, "indexer_loss_by_layer": {"1": None, "2": 0.5}, "lr": 0.1},
+        {"step": 1, "lm_loss": None, "indexer_loss_by_layer": {"1": None, "2": 0.5}, "lr": 0.1, "loads": [1.0, [None]]},
         {"step": 2, "lm_loss": None},
     ]
 
