@@ -100,6 +100,6 @@ def test_a_file_that_changed_is_named_by_the_rank_that_checks_it(tmp_path: Path)
     path.write_bytes(content)
     code, message = run("megatron.training.pretrain_gpt", "--save", tmp_path, "--load", tmp_path)
     assert code == 0, message
-    assert json.loads((tmp_path / "iter_0000006/checksums.json").read_text()).keys() == {
+    assert json.loads((tmp_path / "iter_0000006/checksums.json").read_text())["files"].keys() == {
         ".metadata", "run.json", "__0_0.distcp", "__1_0.distcp"
     }  # fmt: skip

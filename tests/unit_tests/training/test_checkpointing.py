@@ -305,9 +305,65 @@ def test_changed_bits_are_found(tmp_path: Path, name: str) -> None:
     sentence = rf"^Checkpoint {path} is damaged \({name} does not hold the bytes that were saved\): resume from another"
     with pytest.raises(ValueError, match=sentence):
         load(tmp_path, small(2))
-    (path / CHECKSUMS).write_text("[]")
-    with pytest.raises(ValueError, match=r"run.json cannot be read \(checksums.json is not what was saved\)"):
-        load(tmp_path, small(2))
+    for content in ("[]", "{}", '{"block_bytes": "many", "files": {}}', '{"block_bytes": 1, "files": {"run.json": 1}}'):
+        (path / CHECKSUMS).write_text(content)
+        with pytest.raises(ValueError, match=r"run.json cannot be read \(checksums.json is not what was saved\)"):
+            load(tmp_path, small(2))
+
+
+def change_byte(content: bytearray, place: int) -> bytearray:
+    content[place] ^= 1
+    return content
+
+
+# What becomes of a file of 2 1/2 or of 2 blocks of 16 bytes.
+CHANGES: list[tuple[str, Callable[[bytearray], bytearray]]] = [
+    ("first block", lambda content: change_byte(content, 3)),
+    ("middle block", lambda content: change_byte(content, 20)),
+    ("last byte", lambda content: change_byte(content, -1)),
+    ("one byte less", lambda content: content[:-1]),
+    ("one block less", lambda content: content[:-16]),
+    ("nothing left", lambda content: content[:0]),
+    ("one byte more", lambda content: content + b"0"),
+    ("many blocks more", lambda content: content + b"0" * 50),
+]
+
+
+@pytest.mark.parametrize("length", [40, 32])
+@pytest.mark.parametrize(("what", "change"), CHANGES, ids=[what for what, _ in CHANGES])
+def test_every_byte_of_every_block_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int, what: str, change: Callable[[bytearray], bytearray]
+) -> None:
+    monkeypatch.setattr(checkpoint_files, "_BLOCK_BYTES", 16)
+    monkeypatch.setattr(checkpoint_files, "_READ_BYTES", 5)
+    path = tmp_path / "__0_0.distcp"
+    for name in (path.name, ".metadata", "run.json"):
+        (tmp_path / name).write_bytes(bytes(range(length)))
+    checksums = checkpoint_files.all_checksums(tmp_path, [checkpoint_files.own_checksums(tmp_path)])
+    (tmp_path / CHECKSUMS).write_text(json.dumps(checksums))
+    monkeypatch.setattr(checkpoint_files, "_BLOCK_BYTES", 2**28)  # the file says how it was cut
+    checkpoint_files.require_saved_bytes(tmp_path, [path.name])
+    path.write_bytes(change(bytearray(path.read_bytes())))
+    with pytest.raises(ValueError, match="__0_0.distcp does not hold the bytes that were saved"):
+        checkpoint_files.require_saved_bytes(tmp_path, [path.name])
+
+
+# Blocks of each writer's file, and ranks that load them.
+SHARES = [([7], 4), ([1], 4), ([2, 2, 2], 3), ([1] * 12, 12), ([3, 1, 9, 1], 5), ([5, 5], 1), ([], 3)]
+
+
+@pytest.mark.parametrize(("blocks", "world"), SHARES)
+def test_ranks_share_the_blocks_evenly(monkeypatch: pytest.MonkeyPatch, blocks: list[int], world: int) -> None:
+    files = {f"__{writer}_0.distcp": ["0"] * count for writer, count in enumerate(blocks)}
+    shares = []
+    for own in range(world):
+        monkeypatch.setattr(checkpoint_files, "rank", lambda own=own: own)
+        monkeypatch.setattr(checkpoint_files, "world_size", lambda: world)
+        shares.append(list(checkpoint_files._own_blocks(files | {"run.json": ["0"], ".metadata": ["0"]})))
+    assert sorted(sum(shares, [])) == sorted((name, index) for name in files for index in range(len(files[name])))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    if len(set(blocks)) == 1 and len(blocks) == world:
+        assert [{name for name, _ in share} for share in shares] == [{name} for name in files]
 
 
 def test_a_checkpoint_without_checksums_loads_unchecked(tmp_path: Path) -> None:
@@ -318,17 +374,6 @@ def test_a_checkpoint_without_checksums_loads_unchecked(tmp_path: Path) -> None:
     assert_equal(found, saved)
     (path / "run.json").write_text('{"step": 1, "consumed_samples": 11}')
     assert load(tmp_path, found)[0] == Progress(1, 11)
-
-
-@pytest.mark.parametrize("world", [1, 2, 5])
-def test_ranks_share_out_the_files_of_any_number_of_writers(monkeypatch: pytest.MonkeyPatch, world: int) -> None:
-    names = ["__0_0.distcp", "__1_0.distcp", "__1_1.distcp", "__2_0.distcp", "__12_0.distcp", ".metadata", "run.json"]
-    monkeypatch.setattr(checkpoint_files, "world_size", lambda: world)
-    taken = []
-    for rank in range(world):
-        monkeypatch.setattr(checkpoint_files, "rank", lambda rank=rank: rank)
-        taken += [name for name in names if checkpoint_files._is_own(name)]
-    assert sorted(taken) == sorted(names[:5])
 
 
 def test_an_empty_directory_starts_from_scratch_unless_forbidden(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def make(root: Path, *steps: int) -> None:
         path.mkdir(parents=True)
         for name in (".metadata", "__0_0.distcp", "config.json"):
             (path / name).write_text(name)
-        (path / "checksums.json").write_text("{}")
+        (path / "checksums.json").write_text('{"block_bytes": 1, "files": {}}')
         (path / "run.json").write_text(json.dumps({"step": step, "consumed_samples": 4 * step}))
         (root / LATEST).write_text(str(step))
 
