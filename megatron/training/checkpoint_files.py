@@ -45,6 +45,10 @@ def reason(error: BaseException | None) -> str:
     return str(first).split(". ")[0].split("\n")[0].strip() or type(first).__name__
 
 
+class ChangedError(ValueError):
+    """A file does not hold the bytes that were saved."""
+
+
 class _Checksums(NamedTuple):
     """Of each file those of its blocks; the last block, which may be empty, ends with the file."""
 
@@ -104,7 +108,8 @@ def require_saved_bytes(folder: Path, names: Iterable[str]) -> None:
     """Check files of a checkpoint.
 
     Raises:
-        ValueError: a file does not hold what was saved, or the checksums cannot be read.
+        ChangedError: a file does not hold what was saved.
+        ValueError: the checksums cannot be read.
         OSError: a file cannot be read.
     """
     saved = _saved(folder)
@@ -124,7 +129,7 @@ def _own_blocks(files: dict[str, list[str]]) -> Iterator[tuple[str, int]]:
 def _require_saved_block(path: Path, index: int, saved: _Checksums) -> None:
     expected = saved.files[path.name]
     if _checksum(path, index, saved.block_bytes, len(expected)) != expected[index]:
-        raise ValueError(f"{path.name} does not hold the bytes that were saved")
+        raise ChangedError(f"{path.name} does not hold the bytes that were saved")
 
 
 def _saved(folder: Path) -> _Checksums:

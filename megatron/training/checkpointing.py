@@ -7,9 +7,9 @@
         checksums.json                        of the bytes of the other files
 
 A save writes into a hidden directory, brings it to the disk, renames it, and only then replaces the file that names
-the latest step. Whenever the process dies, that file names a whole checkpoint. Leftovers of killed saves are
-removed by the next one. A step that is saved again first moves its old checkpoint aside under a name that loading
-also looks for.
+the latest step. Whenever the process dies, that file names a whole checkpoint. Leftovers of killed saves, and of
+killed deletions of older checkpoints, are removed by the next one. A step that is saved again first moves its old
+checkpoint aside under a name that loading also looks for.
 
 The learning-rate schedule, the data and Python's own random numbers have no saved state: the first two are
 functions of the step and of the consumed samples, and nothing draws from the third. Optimizer moments of parameters
@@ -41,6 +41,7 @@ from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, TensorStorage
 from megatron.core.process_groups import ProcessGroupCollection
 from megatron.training.checkpoint_files import (
     CHECKSUMS,
+    ChangedError,
     Reader,
     Writer,
     all_checksums,
@@ -53,6 +54,7 @@ from megatron.training.optimizer import load_optimizer_state, optimizer_state, t
 from megatron.training.ranks import flat_tensors, gathered, on_first_rank, require_equal_replicas
 
 LATEST = "latest_checkpointed_iteration.txt"
+DELETED = ".deleted_"
 _UNFINISHED = ".unfinished_"
 _REPLACED = ".replaced"
 _SHOWN_MISMATCHES = 3
@@ -129,6 +131,8 @@ def _clear(root: Path) -> None:
     root.mkdir(parents=True, exist_ok=True)
     for leftover in root.glob(f"{_UNFINISHED}*"):
         shutil.rmtree(leftover)
+    for leftover in root.glob(f"{DELETED}iter_*"):
+        shutil.rmtree(leftover, ignore_errors=True)  # in nobody's way
 
 
 def _write(path: Path, state: STATE_DICT_TYPE) -> None:
@@ -238,13 +242,23 @@ def _saved_progress(path: Path) -> Progress:
             raise ValueError(f"step {progress.step}, consumed_samples {progress.consumed_samples}")
         require_saved_bytes(path, ["run.json"])
         return progress
+    except ChangedError:
+        raise ValueError(
+            f"{path / 'run.json'} was changed after it was saved: restore it, or delete {CHECKSUMS} beside it to load "
+            "unchecked."
+        ) from None
     except (OSError, LookupError, TypeError, ValueError) as error:
         raise ValueError(f"{path / 'run.json'} cannot be read ({error}): resume from another step.") from None
 
 
 def saved_steps(root: Path) -> list[int]:
     """The steps whose directories are in ``root``."""
-    return sorted(int(path.name[5:]) for path in root.glob("iter_*") if path.name[5:].isdigit())
+    steps = (_number(path.name.removeprefix("iter_")) for path in root.glob("iter_*"))
+    return sorted(step for step in steps if step is not None)
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isascii() and text.isdigit() else None
 
 
 def later_steps(config: CheckpointConfig, step: int) -> list[str]:
@@ -252,11 +266,11 @@ def later_steps(config: CheckpointConfig, step: int) -> list[str]:
     steps = [] if config.save is None else saved_steps(Path(config.save))
     if not steps or steps[-1] <= step:
         return []
-    start = f"after step {step}" if step else "from scratch"
+    start = f"starts after step {step}" if step else "counts from step 0"
     instead = "" if config.load == config.save else f" To continue them, give --load {config.save}."
     return [
-        f"--save {config.save} holds checkpoints up to step {steps[-1]}, and this run starts {start}: it replaces each "
-        f"of the later ones when it saves that step.{instead}"
+        f"--save {config.save} holds checkpoints up to step {steps[-1]}, and this run {start}: it replaces each of "
+        f"the later ones when it saves that step.{instead}"
     ]
 
 
@@ -277,9 +291,9 @@ def _latest_step(root: Path) -> int | None:
     if not path.exists():
         return None
     text = path.read_text(encoding="utf-8", errors="replace").strip()
-    if not (text.isascii() and text.isdigit()):
+    if (step := _number(text)) is None:
         raise ValueError(f"{path} holds {text!r} instead of a step: write the step to resume from into it.")
-    return int(text)
+    return step
 
 
 def saved_options(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 Called after a save, by the first rank alone. Nothing goes before the file that names the latest step names a whole
 checkpoint, and only older ones go. A directory goes if it is a checkpoint as ``checkpointing.py`` writes it, with
 nothing else inside; whatever else lies there is not looked at. It is renamed before it is deleted, so that a process
-killed in between leaves no half of a checkpoint under a checkpoint's name; the next call deletes what was left.
+killed in between leaves no half of a checkpoint under a checkpoint's name; the next save deletes what was left.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import re
 import shutil
 from pathlib import Path
 
-from megatron.training.checkpointing import find_checkpoint, step_directory
+from megatron.training.checkpointing import DELETED, find_checkpoint, saved_steps, step_directory
 from megatron.training.config import CheckpointConfig
 
-_DELETED = ".deleted_"
 _FILES = re.compile(r"\.metadata|(config|run|checksums)\.json|.+\.distcp")
 
 
@@ -33,11 +32,13 @@ def delete_older(root: Path, interval: int) -> list[str]:
     if newest is None:
         return []
     warnings = []
-    steps = [int(path.name[5:]) for path in root.glob("iter_*") if path.name[5:].isdecimal()]
-    doomed = [step_directory(root, step) for step in steps if step < newest.progress.step and step % interval]
-    for path in [*root.glob(f"{_DELETED}iter_*"), *filter(_is_checkpoint, doomed)]:
+    doomed = [
+        step_directory(root, step) for step in saved_steps(root) if step < newest.progress.step and step % interval
+    ]
+    for path in [*root.glob(f"{DELETED}iter_*"), *filter(_is_checkpoint, doomed)]:
         try:
-            _delete(path)
+            path = _set_aside(path)
+            shutil.rmtree(path)
         except OSError as error:
             warnings.append(f"{path} cannot be deleted ({error.strerror}): the next save tries again.")
     return warnings
@@ -54,7 +55,9 @@ def _is_checkpoint(path: Path) -> bool:
     return named_so and ".metadata" in names and all(map(_FILES.fullmatch, names))
 
 
-def _delete(path: Path) -> None:
-    if not path.name.startswith(_DELETED):
-        os.rename(path, path := path.with_name(_DELETED + path.name))
-    shutil.rmtree(path)
+def _set_aside(path: Path) -> Path:
+    if path.name.startswith(DELETED):
+        return path
+    aside = path.with_name(DELETED + path.name)
+    os.rename(path, aside)
+    return aside

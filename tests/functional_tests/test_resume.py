@@ -140,14 +140,15 @@ def test_a_run_that_will_replace_later_checkpoints_says_so(tmp_path: Path, capsy
     flags = ["--train-iters", "4", "--eval-iters", "0", "--save", tmp_path]
     assert train(*flags, "--save-interval", "2") == 0
     assert "holds checkpoints" not in capsys.readouterr().err
-    held = f"--save {tmp_path} holds checkpoints up to step 4, and this run starts"
+    held = f"--save {tmp_path} holds checkpoints up to step 4, and this run"
     replaces = "it replaces each of the later ones when it saves that step."
     assert train(*flags, "--skip-train") == 0 and train(*flags, "--load", tmp_path) == 0
     assert "holds checkpoints" not in capsys.readouterr().err
     assert train(*flags, "--load", tmp_path, "--ckpt-step", "2", "--exit-interval", "3") == 0
-    assert f"{held} after step 2: {replaces}\n" in capsys.readouterr().err
+    assert f"{held} starts after step 2: {replaces}\n" in capsys.readouterr().err
     assert train(*flags, "--exit-interval", "1") == 0
-    assert f"{held} from scratch: {replaces} To continue them, give --load {tmp_path}.\n" in capsys.readouterr().err
+    continues = f"To continue them, give --load {tmp_path}."
+    assert f"{held} counts from step 0: {replaces} {continues}\n" in capsys.readouterr().err
 
 
 def test_a_record_of_options_that_cannot_be_read_is_read_past(tmp_path: Path) -> None:
@@ -188,7 +189,7 @@ def test_only_every_nth_checkpoint_and_the_newest_are_retained(
     monkeypatch.setattr(shutil, "rmtree", refuse)
     assert train(*flags, "--train-iters", "9") == 0 and kept() == [3, 6, 9]
     left = tmp_path / ".deleted_iter_0000008"
-    warning = f"{tmp_path / 'iter_0000008'} cannot be deleted (Permission denied): the next save tries again."
+    warning = f"{left} cannot be deleted (Permission denied): the next save tries again."
     assert capsys.readouterr().err.splitlines().count(warning) == 1 and left.exists()
     monkeypatch.undo()
     assert train(*flags, "--train-iters", "10") == 0 and kept() == [3, 6, 9, 10] and not left.exists()

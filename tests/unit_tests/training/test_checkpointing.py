@@ -15,7 +15,15 @@ import torch.distributed.checkpoint as dcp
 
 from megatron.training import checkpoint_files
 from megatron.training.checkpoint_files import CHECKSUMS
-from megatron.training.checkpointing import LATEST, Progress, find_checkpoint, load_checkpoint, save_checkpoint
+from megatron.training.checkpointing import (
+    LATEST,
+    Progress,
+    find_checkpoint,
+    later_steps,
+    load_checkpoint,
+    save_checkpoint,
+    saved_steps,
+)
 from megatron.training.config import CheckpointConfig, OptimizerConfig
 from megatron.training.optimizer import build_optimizer, optimizer_state
 from tests.unit_tests.training.models import build
@@ -280,7 +288,7 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
     (run_holds(b'{"step": 1}'), r"run.json cannot be read \('consumed_samples'\): resume from another step"),
     (run_holds(b'{"step": null, "consumed_samples": 10}'), "run.json cannot be read .step None, consumed_samples 10"),
     (run_holds(b'{"step": 1, "consumed_samples": -4}'), "run.json cannot be read .step 1, consumed_samples -4"),
-    (run_holds(b'{"step": 1, "consumed_samples": 11}'), "run.json cannot be read .run.json does not hold the bytes"),
+    (run_holds(b'{"step": 1, "consumed_samples": 11}'), "run.json was changed after it was saved: restore it, or"),
 ]
 
 
@@ -391,6 +399,49 @@ def test_a_directory_of_something_else_does_not_start_from_scratch(tmp_path: Pat
     (hugging_face / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="pretrain_gpt reads it with --load-hf"):
         find_checkpoint(CheckpointConfig(load=str(hugging_face)))
+
+
+def test_only_directories_with_a_number_are_steps(tmp_path: Path) -> None:
+    for name in (
+        "iter_0000003",
+        "iter_0000012",
+        "iter_\u00b2",
+        "iter_\u0663",
+        "iter_0000001.replaced",
+        "iter_",
+        "iter_-1",
+    ):
+        (tmp_path / name).mkdir()
+    assert saved_steps(tmp_path) == [3, 12]
+
+
+# Where a run starts, and what it says beside checkpoints of later steps.
+STARTS = [(0, "counts from step 0"), (2, "starts after step 2"), (3, None)]
+
+
+@pytest.mark.parametrize(("step", "start"), STARTS)
+def test_later_steps_are_named_before_they_are_replaced(tmp_path: Path, step: int, start: str | None) -> None:
+    (tmp_path / "iter_0000003").mkdir()
+    said = f"--save {tmp_path} holds checkpoints up to step 3, and this run {start}: it replaces each of the later ones"
+    notices = later_steps(CheckpointConfig(save=str(tmp_path), load="other"), step)
+    assert [notice.startswith(said) for notice in notices] == [True] * (start is not None)
+
+
+def test_a_save_removes_what_a_killed_deletion_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left, mine = tmp_path / ".deleted_iter_0000001", tmp_path / ".deleted_by_me"
+    for folder in (left, mine):
+        folder.mkdir()
+        (folder / "file").touch()
+
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refuse)
+        save(tmp_path, 2, small(1))
+    assert left.exists()
+    save(tmp_path, 3, small(1))
+    assert not left.exists() and mine.exists()
 
 
 def test_an_earlier_step_can_be_chosen(tmp_path: Path) -> None:

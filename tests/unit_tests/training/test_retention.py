@@ -135,3 +135,19 @@ def test_a_failed_delete_is_a_warning_and_tried_again(tmp_path: Path, monkeypatc
         ]
     assert steps(tmp_path) == [1, 3]
     assert delete_older(tmp_path, 4) == [] and steps(tmp_path) == [3]
+
+
+def test_a_delete_that_fails_half_way_names_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path, 1, 2)
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    left = tmp_path / ".deleted_iter_0000001"
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", refuse)
+        assert delete_older(tmp_path, 4) == [
+            f"{left} cannot be deleted (Permission denied): the next save tries again."
+        ]
+    assert left.exists() and steps(tmp_path) == [2]
+    assert delete_older(tmp_path, 4) == [] and not left.exists()
