@@ -1,8 +1,9 @@
 """One run at a time in a directory: an advisory lock (flock) that the operating system drops when its holder dies.
 
 ``.run.lock`` names the holder for whoever is refused, and is removed when the run ends. A run that is killed leaves the
-file behind, without the lock. Children that are forked let go of it, so a reader that outlives its run blocks nobody.
-Some file systems take no locks: that is said, and stops nothing.
+file behind, without the lock; one of another user is replaced, so that it names who holds it now. Children that are
+forked let go of it, so a reader that outlives its run blocks nobody. Some file systems take no locks: that is said, and
+stops nothing. NFS may keep the lock of a node that died: then the file has to be deleted.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ def _locked(flag: str, folder: Path) -> Iterator[list[str]]:
         return
     if descriptor is None:
         raise BlockingIOError(
-            f"{flag} {folder} is in use by another run ({_holder(path)}): wait until that has ended, or give another "
-            "directory."
+            f"{flag} {folder} is in use by another run ({_holder(path)}): wait until that has ended, give another "
+            f"directory, or delete {path} if no process of that host runs any more."
         )
     _held.add(descriptor)
     try:
@@ -92,18 +93,45 @@ def _locked(flag: str, folder: Path) -> Iterator[list[str]]:
 def _lock(path: Path) -> int | None:
     """A descriptor that holds the lock of the file that ``path`` names now, or None where another process does."""
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor, is_new = _open(path)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
-                return descriptor
         except OSError as error:
             os.close(descriptor)
             if error.errno in _HELD_ELSEWHERE:
                 return None
-            path.unlink(missing_ok=True)
+            if is_new:
+                path.unlink(missing_ok=True)
             raise
-        os.close(descriptor)  # its holder removed it in between
+        if _is_named(path, descriptor) and not _replaceable(path, descriptor):
+            return descriptor
+        os.close(descriptor)  # its holder removed it in between, or it is replaced
+
+
+def _open(path: Path) -> tuple[int, bool]:
+    """A descriptor of the file, for reading alone where it is another user's, and whether it was made here."""
+    with suppress(FileExistsError):
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666), True
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o666), False
+    except PermissionError:
+        return os.open(path, os.O_RDONLY), False
+
+
+def _is_named(path: Path, descriptor: int) -> bool:
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    return False
+
+
+def _replaceable(path: Path, descriptor: int) -> bool:
+    """Whether the file took no name of a holder, and is out of the way now."""
+    if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY:
+        return False
+    with suppress(OSError):
+        path.unlink()
+        return True
+    return False
 
 
 def _holder(path: Path) -> str:

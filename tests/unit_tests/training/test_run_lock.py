@@ -18,9 +18,12 @@ from megatron.training.run_lock import LOCK_FILE, held
 
 def test_a_second_holder_is_refused_and_told_who_the_first_is(tmp_path: Path) -> None:
     holder = re.escape(f"process {os.getpid()} on {socket.gethostname()}")
+    advice = rf"wait .*, or delete {tmp_path / LOCK_FILE} if no process of that host runs any more"
     with held({"--save": tmp_path}) as notices:
         assert notices == []
-        with pytest.raises(BlockingIOError, match=rf"^--log-dir \S+ is in use by another run \({holder}\): wait .*\.$"):
+        with pytest.raises(
+            BlockingIOError, match=rf"^--log-dir \S+ is in use by another run \({holder}\): {advice}\.$"
+        ):
             with held({"--save": tmp_path / "other", "--log-dir": tmp_path}):
                 pass
     assert list(tmp_path.iterdir()) == []
@@ -90,3 +93,52 @@ def test_a_file_system_without_locks_is_said_and_stops_nothing(tmp_path: Path, m
             f"--save {tmp_path} cannot be locked (Operation not supported): nothing keeps another run out of it."
         ]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_where_no_lock_can_be_had_a_holder_keeps_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    with held({"--save": tmp_path}):
+        with monkeypatch.context() as patch:
+            patch.setattr(fcntl, "flock", refuse)
+            with held({"--save": tmp_path}) as notices:
+                assert len(notices) == 1 and "No locks available" in notices[0]
+        with pytest.raises(BlockingIOError), held({"--save": tmp_path}):
+            pass
+
+
+def of_another_user(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """The file at ``path`` may be read by this process alone."""
+    original, inode = os.open, path.stat().st_ino
+
+    def open_(place: Path, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_RDWR and not flags & os.O_EXCL and Path(place).stat().st_ino == inode:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return original(place, flags, mode)
+
+    monkeypatch.setattr(os, "open", open_)
+
+
+def test_the_run_of_another_user_is_in_the_way_like_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with held({"--save": tmp_path}):
+        of_another_user(monkeypatch, tmp_path / LOCK_FILE)
+        with pytest.raises(BlockingIOError, match="is in use by another run"), held({"--save": tmp_path}):
+            pass
+
+
+@pytest.mark.parametrize("sticky", [False, True])
+def test_the_dead_run_of_another_user_blocks_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sticky: bool
+) -> None:
+    (tmp_path / LOCK_FILE).write_text("process 1 on nowhere")
+    keep = os.open(tmp_path / LOCK_FILE, os.O_RDONLY)  # the number of the file is not used again
+    of_another_user(monkeypatch, tmp_path / LOCK_FILE)
+    if sticky:
+        monkeypatch.setattr(Path, "unlink", lambda path: (_ for _ in ()).throw(PermissionError(errno.EPERM, "no")))
+    holder = "1 on nowhere" if sticky else str(os.getpid())
+    with held({"--save": tmp_path}) as notices:
+        assert notices == []
+        with pytest.raises(BlockingIOError, match=f"process {holder}"), held({"--save": tmp_path}):
+            pass
+    os.close(keep)
