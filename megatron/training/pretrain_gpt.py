@@ -44,8 +44,11 @@ def process_group(config: DistributedConfig, device: torch.device) -> Iterator[N
         torch.distributed.destroy_process_group()
 
 
-def start(config: PretrainConfig, stack: ExitStack) -> Trainer:
+def start(config: PretrainConfig, stack: ExitStack, places: ExitStack | None = None) -> Trainer:
     """A trainer that is ready to run; ``stack`` ends what the run needs around it.
+
+    A process of several that fails ends without its group. So it can be given ``places``, which ends the hold on
+    directories in place of ``stack``.
 
     Raises:
         ValueError: one sentence about what cannot be used; nothing has been created.
@@ -56,16 +59,16 @@ def start(config: PretrainConfig, stack: ExitStack) -> Trainer:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     stack.enter_context(process_group(config.distributed, device))
-    config = _hold_places(config, stack)
+    config = _hold_places(config, places or stack)
     return Trainer(prepare(config, tokenizer, device))
 
 
-def _hold_places(config: PretrainConfig, stack: ExitStack) -> PretrainConfig:
+def _hold_places(config: PretrainConfig, places: ExitStack) -> PretrainConfig:
     """Keep other runs out of what this one writes; an evaluation alone touches nothing of the training's."""
-    places = {"--save": config.checkpoint.save, "--log-dir": config.logging.log_dir}
-    folders = {flag: Path(place) for flag, place in places.items() if place and not config.training.skip_train}
+    written = {"--save": config.checkpoint.save, "--log-dir": config.logging.log_dir}
+    folders = {flag: Path(place) for flag, place in written.items() if place and not config.training.skip_train}
     notices: list[str] = []
-    on_first_rank(lambda: notices.extend(stack.enter_context(held(folders))))
+    on_first_rank(lambda: notices.extend(places.enter_context(held(folders))))
     return dataclasses.replace(config, notices=(*config.notices, *notices))
 
 
@@ -83,20 +86,24 @@ def _require_places(config: PretrainConfig) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    with ExitStack() as stack:
+    with ExitStack() as stack, ExitStack() as places:
         try:
-            trainer = start(parse_args(sys.argv[1:] if arguments is None else arguments), stack)
+            trainer = start(parse_args(sys.argv[1:] if arguments is None else arguments), stack, places)
         except (ValueError, OSError) as error:
             wait_for_the_first()
             where = f"rank {rank()}: " if world_size() > 1 else ""
             print(f"{PROGRAM}: {where}{error}", file=sys.stderr)
+            places.close()
             return leave(2)
         try:
-            return leave(trainer.run())
+            code = trainer.run()
+            places.close()
+            return leave(code)
         except Exception as error:
             if world_size() == 1:
                 raise
             report_crash(error)
+            places.close()
             return leave(1)
 
 

@@ -103,3 +103,10 @@ def test_a_file_that_changed_is_named_by_the_rank_that_checks_it(tmp_path: Path)
     assert json.loads((tmp_path / "iter_0000006/checksums.json").read_text())["files"].keys() == {
         ".metadata", "run.json", "__0_0.distcp", "__1_0.distcp"
     }  # fmt: skip
+
+
+def test_a_refused_run_leaves_nothing(tmp_path: Path) -> None:
+    flags = ["--load", tmp_path, "--exit-on-missing-checkpoint", "--save", tmp_path / "new/run"]
+    code, message = run("megatron.training.pretrain_gpt", *flags, "--log-dir", tmp_path / "log")
+    assert code != 0 and f"--load {tmp_path} holds no checkpoint" in message, message
+    assert list(tmp_path.iterdir()) == []
