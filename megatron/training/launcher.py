@@ -45,6 +45,12 @@ def read_launch() -> Launch:
             f"WORLD_SIZE is {world}, but RANK and MASTER_ADDR are not set: start the processes with torchrun, or unset "
             "WORLD_SIZE."
         )
+    missing = [name for name in ("WORLD_SIZE", "MASTER_PORT") if name not in os.environ]
+    if joins and missing:
+        raise ValueError(
+            f"RANK and MASTER_ADDR are set in the environment, but {missing[0]} is not: start the processes with "
+            f"torchrun, or set {missing[0]}."
+        )
     if joins and not 0 < (port := _number("MASTER_PORT", 1)) < _PORTS:
         raise ValueError(
             f"MASTER_PORT is {port} in the environment, but ports are 1 to {_PORTS - 1}: start the processes with "

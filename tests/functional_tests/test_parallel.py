@@ -91,7 +91,7 @@ def run_all(world: int, folder: Path) -> dict[str, Any]:
 def notices(flag: str) -> list[str]:
     """What is said before two ranks start to train."""
     flags = f"--device cpu --train-iters 2 --cp-comm-type allgather {flag} 2".split()
-    launched = {"WORLD_SIZE": "2", "RANK": str(rank()), "MASTER_ADDR": "localhost"}
+    launched = {"WORLD_SIZE": "2", "RANK": str(rank()), "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     with patch.dict(os.environ, launched):
         config, tokenizer = complete(parse_args([*TINY, *flags]))
     return prepare(config, tokenizer, torch.device("cpu")).notices

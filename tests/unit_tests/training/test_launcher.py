@@ -30,6 +30,8 @@ def test_a_process_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not is_alone() and not is_first()
 
 
+ADDRESS_ONLY = {"RANK": "0", "MASTER_ADDR": "here"}
+
 # Variables beside none or those of a process of two, and the beginning of the sentence.
 WITHOUT_SENSE = [
     ({}, {"WORLD_SIZE": "abc"}, "WORLD_SIZE is 'abc' in the environment, which is no whole number of at least 1"),
@@ -42,6 +44,8 @@ WITHOUT_SENSE = [
     ({}, {"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE is '0' in the environment, which is no whole number"),
     ({}, {"LOCAL_WORLD_SIZE": "abc"}, "LOCAL_WORLD_SIZE is 'abc' in the environment"),
     ({}, {"LOCAL_RANK": "x"}, "LOCAL_RANK is 'x' in the environment, which is no whole number of at least 0"),
+    (ADDRESS_ONLY, {"WORLD_SIZE": "1"}, "RANK and MASTER_ADDR are set in the environment, but MASTER_PORT is not"),
+    (ADDRESS_ONLY, {"MASTER_PORT": "29500"}, "RANK and MASTER_ADDR are set in the environment, but WORLD_SIZE is not"),
     (TWO, {"RANK": "x"}, "RANK is 'x' in the environment"),
     (TWO, {"RANK": "2"}, "RANK is 2 in the environment, but the 2 processes that WORLD_SIZE counts have ranks 0 to 1"),
     (TWO, {"MASTER_PORT": "abc"}, "MASTER_PORT is 'abc' in the environment"),

@@ -89,6 +89,7 @@ def test_the_rest_of_the_processes_is_data_parallel(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("MASTER_ADDR", "here")
+    monkeypatch.setenv("MASTER_PORT", "29500")
     config, _ = complete(parsed("--tensor-model-parallel-size", "2"))
     assert config.training.global_batch_size == 4
     # Samples that do not split into zigzag chunks are padded (data/shard.py).

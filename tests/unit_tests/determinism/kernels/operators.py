@@ -53,5 +53,6 @@ def train_some(options: list[str], folder: Path) -> None:
 
 def join_as_torchrun_does() -> None:
     """Let a rank that is in a group already train from the command line."""
-    os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE=str(dist.get_world_size()), MASTER_ADDR="localhost")
+    os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE=str(dist.get_world_size()))
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29500")
     pretrain_gpt.process_group = lambda *_: nullcontext()
