@@ -95,7 +95,7 @@ def _lock(path: Path) -> int | None:
     while True:
         descriptor, is_new = _open(path)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _take(descriptor)
         except OSError as error:
             os.close(descriptor)
             if error.errno in _HELD_ELSEWHERE:
@@ -116,6 +116,15 @@ def _open(path: Path) -> tuple[int, bool]:
         return os.open(path, os.O_RDWR | os.O_CREAT, 0o666), False
     except PermissionError:
         return os.open(path, os.O_RDONLY), False
+
+
+def _take(descriptor: int) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno != errno.EBADF:
+            raise
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # all that NFS gives to who may only read
 
 
 def _is_named(path: Path, descriptor: int) -> bool:

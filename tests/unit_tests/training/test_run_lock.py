@@ -120,17 +120,37 @@ def of_another_user(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     monkeypatch.setattr(os, "open", open_)
 
 
-def test_the_run_of_another_user_is_in_the_way_like_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def lock_as_nfs_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exclusive lock takes a file that is open for writing."""
+    original = fcntl.flock
+
+    def flock(descriptor: int, operation: int) -> None:
+        reads = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+        if reads and operation & fcntl.LOCK_EX:
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        original(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+
+
+@pytest.mark.parametrize("nfs", [False, True])
+def test_the_run_of_another_user_is_in_the_way_like_any_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nfs: bool
+) -> None:
+    if nfs:
+        lock_as_nfs_does(monkeypatch)
     with held({"--save": tmp_path}):
         of_another_user(monkeypatch, tmp_path / LOCK_FILE)
         with pytest.raises(BlockingIOError, match="is in use by another run"), held({"--save": tmp_path}):
             pass
 
 
-@pytest.mark.parametrize("sticky", [False, True])
+@pytest.mark.parametrize(("sticky", "nfs"), [(False, False), (False, True), (True, False)])
 def test_the_dead_run_of_another_user_blocks_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sticky: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sticky: bool, nfs: bool
 ) -> None:
+    if nfs:
+        lock_as_nfs_does(monkeypatch)
     (tmp_path / LOCK_FILE).write_text("process 1 on nowhere")
     keep = os.open(tmp_path / LOCK_FILE, os.O_RDONLY)  # the number of the file is not used again
     of_another_user(monkeypatch, tmp_path / LOCK_FILE)
