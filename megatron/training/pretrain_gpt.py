@@ -86,25 +86,27 @@ def _require_places(config: PretrainConfig) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    with ExitStack() as stack, ExitStack() as places:
-        try:
-            trainer = start(parse_args(sys.argv[1:] if arguments is None else arguments), stack, places)
-        except (ValueError, OSError) as error:
-            wait_for_the_first()
-            where = f"rank {rank()}: " if world_size() > 1 else ""
-            print(f"{PROGRAM}: {where}{error}", file=sys.stderr)
-            places.close()
-            return leave(2)
-        try:
-            code = trainer.run()
-            places.close()
-            return leave(code)
-        except Exception as error:
-            if world_size() == 1:
-                raise
-            report_crash(error)
-            places.close()
-            return leave(1)
+    with ExitStack() as stack:
+        with ExitStack() as places:
+            code = _run(sys.argv[1:] if arguments is None else arguments, stack, places)
+        return leave(code)
+
+
+def _run(arguments: Sequence[str], stack: ExitStack, places: ExitStack) -> int:
+    try:
+        trainer = start(parse_args(arguments), stack, places)
+    except (ValueError, OSError) as error:
+        wait_for_the_first()
+        where = f"rank {rank()}: " if world_size() > 1 else ""
+        print(f"{PROGRAM}: {where}{error}", file=sys.stderr)
+        return 2
+    try:
+        return trainer.run()
+    except Exception as error:
+        if world_size() == 1:
+            raise
+        report_crash(error)
+        return 1
 
 
 def exit_at_once(code: int) -> None:
