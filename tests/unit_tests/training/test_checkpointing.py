@@ -26,13 +26,10 @@ from megatron.training.checkpointing import (
 )
 from megatron.training.config import CheckpointConfig, OptimizerConfig
 from megatron.training.optimizer import build_optimizer, optimizer_state
+from tests.unit_tests.training.deaths import Died, dies_at
 from tests.unit_tests.training.models import build
 
 Trained = tuple[torch.nn.Module, torch.optim.Optimizer]
-
-
-class Died(BaseException):
-    """Stands for SIGKILL: nothing catches it."""
 
 
 def trained(seed: int, steps: int = 1, **options: object) -> Trained:
@@ -104,23 +101,6 @@ OPERATIONS: list[tuple[Any, str]] = [
     (shutil, "rmtree"),
     (builtins, "open"),
 ]
-
-
-def dies_at(monkeypatch: pytest.MonkeyPatch, target: tuple[Any, str], call: int, after: bool) -> list[int]:
-    module, name = target
-    original, calls = getattr(module, name), [0]
-
-    def dying(*args: Any, **kwargs: Any) -> Any:
-        calls[0] += 1
-        if calls[0] == call and not after:
-            raise Died
-        result = original(*args, **kwargs)
-        if calls[0] == call:
-            raise Died
-        return result
-
-    monkeypatch.setattr(module, name, dying)
-    return calls
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["new-step", "same-step-again"])

@@ -14,10 +14,7 @@ from megatron.training import retention
 from megatron.training.checkpointing import LATEST, find_checkpoint
 from megatron.training.config import CheckpointConfig
 from megatron.training.retention import delete_older
-
-
-class Died(BaseException):
-    """Stands for SIGKILL: nothing catches it."""
+from tests.unit_tests.training.deaths import Died, dies_at
 
 
 def make(root: Path, *steps: int) -> None:
@@ -86,22 +83,12 @@ def test_nothing_else_is_touched(tmp_path: Path) -> None:
 def test_a_process_that_dies_meanwhile_leaves_the_latest_and_no_halves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, name: str, after: bool
 ) -> None:
-    original, deaths = getattr(module, name), 0
+    deaths = 0
     for call in range(1, 20):
-        root, calls = tmp_path / str(call), [0]
+        root = tmp_path / str(call)
         make(root, 1, 2, 3, 4, 6)
-
-        def dying(*args: Any, calls: list[int] = calls, call: int = call, **kwargs: Any) -> Any:
-            calls[0] += 1
-            if calls[0] == call and not after:
-                raise Died
-            result = original(*args, **kwargs)
-            if calls[0] == call:
-                raise Died
-            return result
-
         with monkeypatch.context() as patch:
-            patch.setattr(module, name, dying)
+            calls = dies_at(patch, (module, name), call, after)
             try:
                 delete_older(root, 4)
             except Died:
